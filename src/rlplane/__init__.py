@@ -1,0 +1,1 @@
+"""rlplane: the data plane for RL post-training of language models."""

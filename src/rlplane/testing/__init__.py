@@ -1,0 +1,1 @@
+"""Checks that any implementation of the data plane can be run against."""

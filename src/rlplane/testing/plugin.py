@@ -1,0 +1,1 @@
+"""The pytest plugin: ``pytest --data-plane mypkg:make_client``."""
