@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NotRequired, Self, TypedDict
 
 from rlplane.errors import InvalidRequestError, UnsupportedOperationError
@@ -54,10 +54,12 @@ class DataPlaneConfig(TypedDict):
     ack_timeout_ms: NotRequired[int]
     observability: NotRequired[ObservabilityConfig]
     allow_pickle: NotRequired[bool]
+    segment_size: NotRequired[int]
+    client_timeout_s: NotRequired[float]
     transfer_queue: NotRequired[dict[str, Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class KVBatchMeta:
     """The receipt of a batch: which samples, which fields, how long, with which tags.
 
@@ -75,11 +77,11 @@ class KVBatchMeta:
     tags: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        self.sample_ids = list(self.sample_ids)
-        self.fields = None if self.fields is None else list(self.fields)
-        self.extra_info = copy.deepcopy(self.extra_info)
+        self.sample_ids = _names("sample_ids", self.sample_ids)
+        self.fields = None if self.fields is None else _names("fields", self.fields)
+        self.extra_info = _own(self.extra_info)
         if self.sequence_lengths is not None:
-            self.sequence_lengths = list(self.sequence_lengths)
+            self.sequence_lengths = [_own(length) for length in _as_list(self.sequence_lengths)]
             self._check_length("sequence_lengths", len(self.sequence_lengths))
         if self.tags is not None:
             self.tags = [_own(tag) for tag in self.tags]
@@ -90,6 +92,13 @@ class KVBatchMeta:
             raise InvalidRequestError(
                 f"{what} has {got} entries for {len(self.sample_ids)} sample_ids; it needs one per sample"
             )
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # it compares by value and can change
 
     def __repr__(self) -> str:
         # A meta of 10,000 samples is printed by debuggers and loggers: show its ends only.
@@ -106,7 +115,7 @@ class KVBatchMeta:
             names = sorted({name for tag in self.tags[:16] for name in tag})
             parts.append(f"tags={names!r}")
         if self.extra_info:
-            parts.append(f"extra_info={sorted(self.extra_info)!r}")
+            parts.append(f"extra_info={list(self.extra_info)!r}")
         return f"KVBatchMeta({', '.join(parts)})"
 
     @property
@@ -142,10 +151,7 @@ class KVBatchMeta:
 
     def subset(self, indices: Sequence[int]) -> Self:
         """Return the rows at ``indices``, in that order. A negative index counts from the end."""
-        rows = _as_list(indices)
-        for index in rows:
-            if not -self.size <= index < self.size:
-                raise IndexError(f"row {index} of a meta with {self.size} samples")
+        rows = self._rows(indices)
         lengths, tags = self.sequence_lengths, self.tags
         return self._replace(
             sample_ids=[self.sample_ids[i] for i in rows],
@@ -153,16 +159,22 @@ class KVBatchMeta:
             tags=None if tags is None else [tags[i] for i in rows],
         )
 
+    def _rows(self, indices: Sequence[int]) -> list[int]:
+        rows = _as_list(indices)
+        for index in rows:
+            if isinstance(index, bool):
+                raise InvalidRequestError("indices are row numbers; a mask has to be turned into them first")
+            if not -self.size <= index < self.size:
+                raise IndexError(f"row {index} of a meta with {self.size} samples")
+        return [index + self.size if index < 0 else index for index in rows]
+
     def slice(self, start: int, stop: int) -> Self:
         """Return the rows in ``[start, stop)``."""
         return self.subset(range(*slice(start, stop).indices(self.size)))
 
     def drop(self, indices: Sequence[int]) -> Self | None:
         """Return the rows that are not at ``indices``, or None when nothing is left."""
-        gone = {i + self.size if i < 0 else i for i in _as_list(indices)}
-        bad = sorted(i for i in gone if not 0 <= i < self.size)
-        if bad:
-            raise IndexError(f"row {bad[0]} of a meta with {self.size} samples")
+        gone = set(self._rows(indices))
         kept = [i for i in range(self.size) if i not in gone]
         return self.subset(kept) if kept else None
 
@@ -175,6 +187,7 @@ class KVBatchMeta:
 
         ``sequence_lengths`` and ``tags`` are kept when every meta with rows has them. ``fields``
         are those that every meta has, so that a read of the result cannot ask for more than is there.
+        ``task_name`` and ``extra_info`` are this meta's.
         """
         metas: list[KVBatchMeta] = [self, *others]
         for other in others:
@@ -381,15 +394,44 @@ def _as_list(values: Any) -> list[Any]:
     return list(tolist() if callable(tolist) else values)
 
 
+def _names(what: str, values: Any) -> list[str]:
+    if isinstance(values, str):
+        raise InvalidRequestError(f"{what} is a list of names; got the text {values!r}")
+    return _as_list(values)
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
 def _own(value: Any) -> Any:
     """A copy that shares nothing mutable with ``value``; numpy and torch scalars become plain."""
-    if value is None or isinstance(value, (str, bytes, int, float)):
-        return value.item() if hasattr(value, "item") else value
-    if type(value) is dict:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
         return {key: _own(item) for key, item in value.items()}
-    if type(value) is list:
+    if kind is list:
         return [_own(item) for item in value]
-    item = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", None) == 0:
-        return item()
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    if callable(getattr(value, "detach", None)):
+        # Not deepcopy: torch refuses it for a tensor that autograd has computed.
+        return value.detach().clone()
     return copy.deepcopy(value)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equality by value where ``==`` is not a bool (arrays), and where NaN would differ from its copy."""
+    if type(left) in _PLAIN and type(right) in _PLAIN:
+        return bool(left == right or (left != left and right != right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if hasattr(left, "shape") or hasattr(right, "shape"):
+        if type(left) is not type(right) or left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        if left.dtype == object:
+            return all(map(_same, left.ravel(), right.ravel()))
+        return bool(((left == right) | ((left != left) & (right != right))).all())
+    return bool(left == right)
