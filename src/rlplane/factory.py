@@ -47,7 +47,7 @@ def build_data_plane_client(
     """
     if cfg is None:
         raise ConfigError(
-            "no data plane is configured: pass a config with enabled: true, such as rlplane.load_config('shm')"
+            "no data plane is configured: pass one with enabled: true, such as rlplane.load_config('shm')"
         )
     if isinstance(cfg, Mapping) and cfg.get("enabled") is False:
         raise ConfigError("the data plane is disabled in its config: set enabled: true")
