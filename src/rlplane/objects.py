@@ -1,0 +1,165 @@
+"""How Python objects in columns and tags travel: msgpack, checked, and pickle only when allowed.
+
+msgspec would happily turn a set, a dataclass or a naive datetime into something that comes back
+different. What may travel is therefore decided here, by type, before anything is encoded: None,
+bool, int, float, str, bytes, list (a tuple becomes one), dict with string keys, and numpy arrays.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Ext
+
+from rlplane.errors import InvalidRequestError, UnsupportedValueError
+
+__all__ = ["decode_object", "decode_tags", "encode_objects", "encode_tags", "open_tags", "plain_tags"]
+
+_ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+_ARRAY, _PICKLE = 1, 2
+_encoder = msgspec.msgpack.Encoder()
+_INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
+
+
+def encode_objects(values: Sequence[Any], *, field: str, allow_pickle: bool = False) -> list[bytes]:
+    """Encode one object per row; ``field`` is named in the error if one may not travel."""
+    if not set(map(type, values)) <= _ATOMS:
+        values = [_sealed(value, f"field {field!r}", allow_pickle) for value in values]
+    try:
+        return [_encoder.encode(value) for value in values]
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnsupportedValueError(f"field {field!r} holds a value that cannot travel: {error}") from error
+
+
+def decode_object(data: bytes | memoryview, *, allow_pickle: bool = False) -> Any:
+    """Decode what :func:`encode_objects` made of one object."""
+    return (_pickle_decoder if allow_pickle else _decoder).decode(data)
+
+
+def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) -> list[dict[str, Any]]:
+    """Check ``tags`` and return copies in their sealed form, which shares nothing with the caller.
+
+    Arrays (and pickled objects) stay sealed, as msgpack extensions, so that a controller can keep
+    and compare tags without ever unpickling anything. :func:`open_tags` is the inverse.
+    """
+    for tag in tags:
+        if type(tag) is not dict:
+            raise InvalidRequestError(f"a tag is a dict per sample, not {type(tag).__name__}: {tag!r:.80}")
+    if set(map(type, chain.from_iterable(tags))) - {str}:
+        bad = next(key for key in chain.from_iterable(tags) if type(key) is not str)
+        raise InvalidRequestError(f"a tag's name is a string, not {bad!r}")
+    types = set(map(type, chain.from_iterable(map(dict.values, tags))))
+    if types <= _ATOMS:
+        if int in types:
+            _refuse_huge_ints(tags)
+        return [dict(tag) for tag in tags]
+    return [
+        {name: _sealed(_scalar(value), f"tag {name!r}", allow_pickle) for name, value in tag.items()}
+        for tag in tags
+    ]
+
+
+def open_tags(tags: Iterable[dict[str, Any]], *, allow_pickle: bool = False) -> list[dict[str, Any]]:
+    """Turn sealed tags into the caller's own."""
+    hook = _open_ext_with_pickle if allow_pickle else _open_ext
+    return [
+        dict(tag)
+        if set(map(type, tag.values())) <= _ATOMS
+        else {name: _opened(value, hook) for name, value in tag.items()}
+        for tag in tags
+    ]
+
+
+def encode_tags(tags: Sequence[dict[str, Any]]) -> bytes:
+    """Encode sealed tags for the wire."""
+    return _encoder.encode(tags)
+
+
+def decode_tags(data: bytes | memoryview) -> list[dict[str, Any]]:
+    """Decode sealed tags; they stay sealed."""
+    return _sealed_tags_decoder.decode(data)
+
+
+def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
+    kind = type(value)
+    if kind in _ATOMS:
+        if kind is int and not _INT64_MIN <= value <= _UINT64_MAX:
+            raise UnsupportedValueError(f"{where} holds {value}, which does not fit into 64 bits")
+        return value
+    if kind is list or kind is tuple:
+        return [_sealed(item, where, allow_pickle) for item in value]
+    if kind is dict:
+        if all(type(key) is str for key in value):
+            return {key: _sealed(item, where, allow_pickle) for key, item in value.items()}
+    elif isinstance(value, np.generic) and not isinstance(value, np.void):
+        return _sealed(value.item(), where, allow_pickle)
+    elif kind is np.ndarray and value.dtype.kind in "biufcSU":
+        # newbyteorder-aware: dtype.str carries the byte order, so big-endian arrays survive too.
+        header = _encoder.encode((value.dtype.str, value.shape))
+        return Ext(_ARRAY, len(header).to_bytes(4, "little") + header + np.ascontiguousarray(value).tobytes())
+    if allow_pickle:
+        try:
+            return Ext(_PICKLE, pickle.dumps(value, protocol=5))
+        except Exception as error:
+            raise UnsupportedValueError(f"{where} holds an object that cannot be pickled: {error}") from error
+    detail = (
+        "a dict with keys that are not strings"
+        if kind is dict
+        else f"a {kind.__module__}.{kind.__qualname__}"
+    )
+    raise UnsupportedValueError(
+        f"{where} holds {detail}; objects may be None, bool, int, float, str, bytes, list, dict with string "
+        "keys and numpy arrays, or anything that pickles with allow_pickle: true in the config"
+    )
+
+
+def _scalar(value: Any) -> Any:
+    """A 0-d array or tensor in a tag stands for its value, so that conditions can compare it."""
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()
+    return value
+
+
+def _refuse_huge_ints(tags: Sequence[dict[str, Any]]) -> None:
+    for tag in tags:
+        for name, value in tag.items():
+            if type(value) is int and not _INT64_MIN <= value <= _UINT64_MAX:
+                raise UnsupportedValueError(f"tag {name!r} holds {value}, which does not fit into 64 bits")
+
+
+def _open_array(data: memoryview) -> np.ndarray[Any, Any]:
+    size = int.from_bytes(data[:4], "little")
+    dtype, shape = msgspec.msgpack.decode(data[4 : 4 + size], type=tuple[str, tuple[int, ...]])
+    return np.frombuffer(data[4 + size :], dtype=np.dtype(dtype)).reshape(shape).copy()
+
+
+def _open_ext(code: int, data: memoryview) -> Any:
+    if code == _ARRAY:
+        return _open_array(data)
+    if code == _PICKLE:
+        raise UnsupportedValueError("the value was pickled, and the config does not say allow_pickle: true")
+    raise UnsupportedValueError(f"msgpack extension {code} is not one of ours")
+
+
+def _open_ext_with_pickle(code: int, data: memoryview) -> Any:
+    return pickle.loads(data) if code == _PICKLE else _open_ext(code, data)
+
+
+def _opened(value: Any, hook: Any) -> Any:
+    if type(value) is Ext:
+        return hook(value.code, memoryview(value.data))
+    if type(value) is dict:
+        return {key: _opened(item, hook) for key, item in value.items()}
+    if type(value) is list:
+        return [_opened(item, hook) for item in value]
+    return value
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=_open_ext)
+_pickle_decoder = msgspec.msgpack.Decoder(ext_hook=_open_ext_with_pickle)
+_sealed_tags_decoder = msgspec.msgpack.Decoder(list[dict[str, Any]])

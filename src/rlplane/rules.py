@@ -1,0 +1,205 @@
+"""The rules of the contract that are the same in every adapter: what a request may say.
+
+Each function checks one kind of argument and raises an error that names the wrong value and what
+would be right, before anything has been changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rlplane.errors import InvalidRequestError, UnknownFieldError
+
+__all__ = [
+    "Condition",
+    "PartitionSpec",
+    "check_claim",
+    "check_ids",
+    "check_names",
+    "compile_where",
+    "group_of",
+]
+
+Condition = Callable[[dict[str, Any]], bool]
+
+
+class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a registration declares. New fields come last, with a default: it is on the wire and on disk."""
+
+    partition_id: str
+    fields: list[str]
+    num_samples: int
+    tasks: list[str]
+    group_size: int | None = None
+    enums: dict[str, list[str]] = {}
+
+    @classmethod
+    def checked(
+        cls,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> PartitionSpec:
+        """Build a spec from the arguments of ``register_partition``, or say what is wrong with them."""
+        if not isinstance(partition_id, str) or not partition_id:
+            raise InvalidRequestError(f"partition_id must be a non-empty string, not {partition_id!r}")
+        field_names = check_names("fields", fields)
+        tasks = check_names("consumer_tasks", consumer_tasks)
+        if type(num_samples) is not int or num_samples < 0:
+            raise InvalidRequestError(f"num_samples must be an integer of at least 0, not {num_samples!r}")
+        if grpo_group_size is not None and (type(grpo_group_size) is not int or grpo_group_size < 1):
+            raise InvalidRequestError(
+                f"grpo_group_size must be an integer of at least 1, or None, not {grpo_group_size!r}"
+            )
+        vocabularies = {}
+        for name, values in (enums or {}).items():
+            if name not in field_names:
+                raise InvalidRequestError(
+                    f"enums names {name!r}, which is not one of the fields {field_names}"
+                )
+            vocabularies[name] = check_names(f"enums[{name!r}]", values, empty_name=True)
+        return cls(
+            partition_id=partition_id,
+            fields=field_names,
+            num_samples=num_samples,
+            tasks=tasks,
+            group_size=grpo_group_size,
+            enums=vocabularies,
+        )
+
+
+def check_names(what: str, names: Sequence[str], *, empty_name: bool = False) -> list[str]:
+    """A list of distinct strings."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InvalidRequestError(f"{what} must be a list of strings, not {names!r:.80}")
+    for name in names:
+        if not isinstance(name, str) or not (name or empty_name):
+            raise InvalidRequestError(f"{what} must hold non-empty strings, not {name!r}")
+    if len(set(names)) != len(names):
+        raise InvalidRequestError(f"{what} names {_first_duplicate(names)!r} twice")
+    return list(names)
+
+
+def check_ids(sample_ids: Sequence[str], *, distinct: bool = True) -> list[str]:
+    """A list of non-empty strings, each once unless ``distinct`` is False."""
+    if isinstance(sample_ids, str) or not isinstance(sample_ids, Sequence):
+        raise InvalidRequestError(f"sample_ids must be a list of strings, not {sample_ids!r:.80}")
+    ids = list(sample_ids)
+    if set(map(type, ids)) - {str} or "" in ids:
+        bad = next(sample_id for sample_id in ids if type(sample_id) is not str or not sample_id)
+        raise InvalidRequestError(f"a sample id is a non-empty string, not {bad!r}")
+    if distinct and len(set(ids)) != len(ids):
+        raise InvalidRequestError(f"sample id {_first_duplicate(ids)!r} is given twice in one call")
+    return ids
+
+
+def check_claim(
+    spec: PartitionSpec, batch_size: int, timeout_s: float, known_fields: Collection[str], fields: list[str]
+) -> None:
+    """The numbers of a claim, and its fields against those that are declared or were ever written."""
+    if type(batch_size) is not int or batch_size < 1:
+        raise InvalidRequestError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+    if spec.group_size and batch_size % spec.group_size:
+        raise InvalidRequestError(
+            f"batch_size {batch_size} must be a multiple of grpo_group_size {spec.group_size} "
+            f"of partition {spec.partition_id!r}: only whole groups are handed out"
+        )
+    if not timeout_s >= 0:
+        raise InvalidRequestError(f"timeout_s must be at least 0, not {timeout_s!r}")
+    for name in fields:
+        if name not in known_fields:
+            raise UnknownFieldError(
+                f"partition {spec.partition_id!r} has no field {name!r}; it has {sorted(known_fields)}"
+            )
+
+
+_GROUP_IN_ID = re.compile(r"(.*)_g\d+", re.DOTALL)
+
+
+def group_of(sample_id: str, tag: dict[str, Any] | None) -> str:
+    """The group of a sample: its tag ``group``, else its id up to the last ``_g<number>``."""
+    if tag is not None:
+        group = tag.get("group")
+        if group is not None:
+            if type(group) not in (str, int):
+                raise InvalidRequestError(
+                    f"tag 'group' of sample {sample_id!r} must be a string or an integer, not {group!r}"
+                )
+            return f"{type(group).__name__}:{group}"
+    match = _GROUP_IN_ID.fullmatch(sample_id)
+    if match is None:
+        raise InvalidRequestError(
+            f"sample {sample_id!r} is in a partition with grpo_group_size and belongs to no group: "
+            "give it the tag 'group', or an id that ends in _g<number>"
+        )
+    return f"str:{match[1]}"
+
+
+def _in(value: Any, options: Any) -> bool:
+    return any(_same(value, option) for option in options)
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(left == right)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": _in,
+    "not in": lambda value, options: not _in(value, options),
+}
+
+
+def compile_where(where: Mapping[str, Any] | None) -> Condition | None:
+    """Turn ``where`` into a function of a sample's tags; None when there is no condition."""
+    if not where:
+        return None
+    if not isinstance(where, Mapping):
+        raise InvalidRequestError(f"where must map tags to conditions, not {where!r:.80}")
+    tests: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
+    for tag, condition in where.items():
+        if not isinstance(tag, str):
+            raise InvalidRequestError(f"where names the tag {tag!r}; a tag's name is a string")
+        if not isinstance(condition, Mapping):
+            tests.append((tag, operator.eq, condition))
+            continue
+        for name, operand in condition.items():
+            if name not in _OPERATORS:
+                raise InvalidRequestError(
+                    f"where[{tag!r}] has the operator {name!r}; known ones are {', '.join(_OPERATORS)}"
+                )
+            if name in ("in", "not in") and not isinstance(operand, (list, tuple, set, frozenset)):
+                raise InvalidRequestError(f"where[{tag!r}][{name!r}] needs a list, not {operand!r:.80}")
+            tests.append((tag, _OPERATORS[name], operand))
+
+    def matches(tags: dict[str, Any]) -> bool:
+        for tag, test, operand in tests:
+            if tag not in tags:
+                return False
+            try:
+                if not test(tags[tag], operand):
+                    return False
+            except (TypeError, ValueError):
+                return False
+        return True
+
+    return matches
+
+
+def _first_duplicate(names: Sequence[str]) -> str:
+    counts = Counter(names)
+    return next(name for name in names if counts[name] > 1)
