@@ -1,1 +1,22 @@
+"""Typed messages between processes over ZeroMQ; knows no message type and nothing of data planes.
 
+``codec.py`` says what a codec is, ``protocol.py`` what publishers and subscribers promise, ``pubsub.py`` does
+it over ZeroMQ.
+"""
+
+from rlplane.transport.codec import TOPIC_FRAME_SIZE, MessageCodec, make_topic
+from rlplane.transport.protocol import MessagePublisher, MessageSubscriber, wait_until_ready
+from rlplane.transport.pubsub import Pattern, ZmqMessagePublisher, ZmqMessageSubscriber, check_address
+
+__all__ = [
+    "TOPIC_FRAME_SIZE",
+    "MessageCodec",
+    "MessagePublisher",
+    "MessageSubscriber",
+    "Pattern",
+    "ZmqMessagePublisher",
+    "ZmqMessageSubscriber",
+    "check_address",
+    "make_topic",
+    "wait_until_ready",
+]

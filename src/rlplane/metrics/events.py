@@ -1,0 +1,394 @@
+"""What a worker tells the aggregator: the events, and the batch in which they travel.
+
+Every process of a job records events (:data:`Event`) and sends them in :class:`EventBatch` envelopes. The
+envelope says who sends (worker, pid, host), numbers its batches so that a lost one is noticed, and carries
+how many events the worker had to drop.
+
+Operations are by far the most frequent event, so they do not travel one by one: :class:`OpColumns` holds one
+array per field and a table of the distinct ``(op, partition, status, task, thread)``. The aggregator then
+folds a batch with a handful of array operations, whatever its size.
+
+Wire rules: msgpack; a new field comes last and has a default; a field is never renamed or removed.
+All times are nanoseconds, points in time since the Unix epoch (``time.time_ns()``).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rlplane.transport import make_topic
+
+__all__ = [
+    "STATUS_ERROR",
+    "STATUS_OK",
+    "STATUS_TIMEOUT",
+    "Event",
+    "EventBatch",
+    "EventBatchCodec",
+    "LifeKind",
+    "LogRecord",
+    "OpColumns",
+    "OpError",
+    "OpKey",
+    "OpRecord",
+    "PartitionStatus",
+    "SampleLife",
+    "SessionEvent",
+    "TaskStatus",
+    "TransferRecord",
+    "WeightVersion",
+    "WorkerGoodbye",
+    "WorkerHello",
+    "pack_ops",
+]
+
+STATUS_OK = "ok"
+STATUS_ERROR = "error"
+STATUS_TIMEOUT = "timeout"
+
+LifeKind: TypeAlias = Literal["written", "claimed", "cleared", "failed"]
+
+
+class OpRecord(msgspec.Struct, tag="op", gc=False):
+    """One finished operation of a data-plane client.
+
+    ``status`` is ``"ok"``, ``"timeout"`` or ``"error"`` (anything else counts as an error). ``worker`` and
+    ``pid`` stay empty in the worker: the envelope has them, and unpacking a batch fills them in.
+    """
+
+    op: str
+    partition_id: str
+    n_keys: int
+    n_bytes: int
+    wall_ns: int
+    start_ns: int
+    status: str = STATUS_OK
+    thread_id: int = 0
+    task: str | None = None
+    error_class: str | None = None
+    error_message: str | None = None
+    worker: str = ""
+    pid: int = 0
+
+    @property
+    def wall_ms(self) -> float:
+        return self.wall_ns / 1e6
+
+
+class SampleLife(msgspec.Struct, tag="life", kw_only=True):
+    """One step in the life of several samples of a partition, all at one point of time.
+
+    Args:
+        kind: ``written`` (also for further columns of a sample that is there: only the first one counts),
+            ``claimed`` (with ``task``), ``cleared``, or ``failed`` (with ``reason``).
+        weight_versions: The tag ``weight_version`` of each sample, None where it has none.
+        n_bytes: Bytes written, of all the samples together.
+        everything: ``cleared`` with no ids: the whole partition, as it was at ``time_ns``.
+    """
+
+    kind: LifeKind
+    partition_id: str
+    sample_ids: list[str]
+    time_ns: int
+    task: str | None = None
+    weight_versions: list[int | None] | None = None
+    n_bytes: int = 0
+    reason: str | None = None
+    everything: bool = False
+
+
+class WeightVersion(msgspec.Struct, tag="weight_version"):
+    """The newest weight version that exists; staleness at a claim is counted from the highest one seen."""
+
+    version: int
+    time_ns: int
+
+
+class TransferRecord(msgspec.Struct, tag="transfer"):
+    """What a ``TransferStats`` collected since the last record: its ``data`` dict, durations in seconds."""
+
+    data: dict[str, list[float]]
+    time_ns: int
+    elapsed_s: float = 0.0
+
+
+class TaskStatus(msgspec.Struct):
+    """One consumer task of a partition: samples ready for it, claimed by it, and claims that wait."""
+
+    ready: int = 0
+    claimed: int = 0
+    waiting: int = 0
+
+
+class PartitionStatus(msgspec.Struct, tag="partition_status", kw_only=True):
+    """What an engine says about a partition. Takes precedence over what the life records add up to."""
+
+    partition_id: str
+    time_ns: int
+    samples: int
+    bytes: int
+    capacity_samples: int | None = None
+    capacity_bytes: int | None = None
+    oldest_age_s: float | None = None
+    tasks: dict[str, TaskStatus] = {}
+
+    @classmethod
+    def from_client(
+        cls,
+        status: dict[str, Any],
+        time_ns: int,
+        *,
+        capacity_samples: int | None = None,
+        capacity_bytes: int | None = None,
+    ) -> PartitionStatus:
+        """Make a record of the dict that ``DataPlaneClient.partition_status`` returns.
+
+        A task's ``ready`` is taken where the engine has it, else its ``unclaimed``.
+        """
+        tasks = {
+            name: TaskStatus(
+                ready=int(task.get("ready", task.get("unclaimed", 0))),
+                claimed=int(task.get("claimed", 0)),
+                waiting=int(task.get("waiting", 0)),
+            )
+            for name, task in status.get("tasks", {}).items()
+        }
+        return cls(
+            partition_id=str(status["partition_id"]),
+            time_ns=time_ns,
+            samples=int(status["samples"]),
+            bytes=int(status["bytes"]),
+            capacity_samples=capacity_samples,
+            capacity_bytes=capacity_bytes,
+            oldest_age_s=status.get("oldest_age_s"),
+            tasks=tasks,
+        )
+
+
+class WorkerHello(msgspec.Struct, tag="hello"):
+    """The first event of every worker process; ``role`` is free text such as ``rollout``."""
+
+    time_ns: int
+    role: str = ""
+
+
+class WorkerGoodbye(msgspec.Struct, tag="goodbye"):
+    """The last event of a worker that ends in order; one that is killed never says it."""
+
+    time_ns: int
+
+
+class SessionEvent(msgspec.Struct, tag="session"):
+    """The run as a whole: STARTED makes it LIVE, ENDED begins the drain, ERROR is counted and logged."""
+
+    kind: Literal["STARTED", "ENDED", "ERROR"]
+    time_ns: int
+    message: str = ""
+
+
+class LogRecord(msgspec.Struct, tag="log"):
+    """A line for the viewers' log of errors and warnings."""
+
+    level: Literal["warning", "error"]
+    message: str
+    time_ns: int
+
+
+Event: TypeAlias = (
+    SampleLife
+    | WeightVersion
+    | TransferRecord
+    | PartitionStatus
+    | WorkerHello
+    | WorkerGoodbye
+    | SessionEvent
+    | LogRecord
+)
+
+
+class OpKey(msgspec.Struct, array_like=True, frozen=True):
+    """What operations of a batch have in common; the table of these is the batch's dictionary."""
+
+    op: str
+    partition_id: str
+    status: str
+    task: str | None
+    thread_id: int
+
+
+class OpError(msgspec.Struct, array_like=True):
+    """The error of the operation at ``position`` of a batch."""
+
+    position: int
+    error_class: str
+    message: str
+
+
+class OpColumns(msgspec.Struct, array_like=True):
+    """Operations as columns: arrays of little-endian 64-bit integers, and 32-bit indices into ``keys``."""
+
+    keys: list[OpKey]
+    key_index: bytes
+    n_keys: bytes
+    n_bytes: bytes
+    wall_ns: bytes
+    start_ns: bytes
+    errors: list[OpError] = []
+
+    def __len__(self) -> int:
+        return len(self.key_index) // 4
+
+    def indices(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.key_index, dtype="<u4")
+
+    def column(self, name: Literal["n_keys", "n_bytes", "wall_ns", "start_ns"]) -> npt.NDArray[np.int64]:
+        return np.frombuffer(getattr(self, name), dtype="<i8")
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless the columns fit together."""
+        size = len(self)
+        if len(self.key_index) != 4 * size:
+            raise ValueError(f"key_index has {len(self.key_index)} bytes, which is no multiple of 4")
+        for name in ("n_keys", "n_bytes", "wall_ns", "start_ns"):
+            if len(getattr(self, name)) != 8 * size:
+                raise ValueError(f"column {name} has {len(getattr(self, name))} bytes for {size} operations")
+        if size and int(self.indices().max()) >= len(self.keys):
+            raise ValueError(f"key index {int(self.indices().max())} of a table with {len(self.keys)} keys")
+
+
+class EventBatch(msgspec.Struct, kw_only=True):
+    """The envelope. ``n_dropped`` counts all events that this worker dropped since it began."""
+
+    worker: str
+    pid: int
+    host: str
+    seq: int
+    sent_ns: int
+    n_dropped: int = 0
+    ops: OpColumns | None = None
+    events: list[Event] = []
+    version: int = 1
+
+    def __len__(self) -> int:
+        return len(self.events) + (len(self.ops) if self.ops is not None else 0)
+
+    def op_records(self) -> list[OpRecord]:
+        """The operations one by one, for whoever writes them down; not for the hot path."""
+        if self.ops is None:
+            return []
+        ops = self.ops
+        errors = {error.position: error for error in ops.errors}
+        columns = [ops.column(name).tolist() for name in ("n_keys", "n_bytes", "wall_ns", "start_ns")]
+        records = []
+        for position, (index, n_keys, n_bytes, wall_ns, start_ns) in enumerate(
+            zip(ops.indices().tolist(), *columns, strict=True)
+        ):
+            key, error = ops.keys[index], errors.get(position)
+            records.append(
+                OpRecord(
+                    key.op,
+                    key.partition_id,
+                    n_keys,
+                    n_bytes,
+                    wall_ns,
+                    start_ns,
+                    key.status,
+                    key.thread_id,
+                    key.task,
+                    error.error_class if error else None,
+                    error.message if error else None,
+                    self.worker,
+                    self.pid,
+                )
+            )
+        return records
+
+
+def pack_ops(records: Iterable[OpRecord]) -> tuple[OpColumns, int]:
+    """Return the records as columns, and how many were refused because a field has the wrong type.
+
+    A record that another thread made wrong must not cost the others in its batch: they are packed again
+    without it.
+    """
+    rows = [msgspec.structs.astuple(record) for record in records]
+    try:
+        return _pack(rows), 0
+    except (TypeError, OverflowError, AttributeError):
+        kept = [row for row in rows if _is_sound(row)]
+        return _pack(kept), len(rows) - len(kept)
+
+
+def _pack(rows: Sequence[tuple[Any, ...]]) -> OpColumns:
+    if not rows:
+        return OpColumns([], b"", b"", b"", b"", b"")
+    op, partition, n_keys, n_bytes, wall, start, status, thread, task, error_class, message, _, _ = zip(
+        *rows, strict=True
+    )
+    table: dict[tuple[str, str, str, str | None, int], int] = {}
+    index = [
+        table.setdefault(key, len(table)) for key in zip(op, partition, status, task, thread, strict=True)
+    ]
+    errors = []
+    if any(error_class):
+        errors = [
+            OpError(position, str(name), str(message[position] or ""))
+            for position, name in enumerate(error_class)
+            if name
+        ]
+    for name in (text for key in table for text in (key[0], key[1], key[2], key[3] or "")):
+        name.encode()  # A name that is no text, or no valid text, must fail here, where the row can be found.
+    return OpColumns(
+        [OpKey(*key) for key in table],
+        _pack_integers("I", index),
+        _pack_integers("q", n_keys),
+        _pack_integers("q", n_bytes),
+        _pack_integers("q", wall),
+        _pack_integers("q", start),
+        errors,
+    )
+
+
+def _is_sound(row: tuple[Any, ...]) -> bool:
+    try:
+        msgspec.msgpack.encode(_pack([row]))
+    except (TypeError, OverflowError, AttributeError, ValueError):
+        return False
+    return True
+
+
+def _pack_integers(code: str, values: Sequence[int]) -> bytes:
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class EventBatchCodec:
+    """Event batches as msgpack. A frame that cannot be read is dropped; the aggregator counts it."""
+
+    topic = make_topic("rlplane.events")
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EventBatch)
+
+    def encode(self, item: EventBatch) -> tuple[bytes, bytes]:
+        return self.topic, self._encoder.encode(item)
+
+    def decode(self, payload: bytes) -> EventBatch:
+        batch = self._decoder.decode(payload)
+        if batch.ops is not None:
+            batch.ops.check()
+        return batch
+
+    def on_decode_error(self, payload: bytes, exc: Exception) -> EventBatch | None:
+        if isinstance(exc, (msgspec.DecodeError, ValueError)):
+            return None
+        raise exc

@@ -1,0 +1,422 @@
+"""The picture that the aggregator publishes: one :class:`MetricsSnapshot` per tick, complete in itself.
+
+A viewer needs no history: whichever snapshot it gets first shows everything, and every later one replaces it.
+
+**Where to look.** What describes the run is in ``metrics``, each entry a name with labels:
+
+=====================  ==================  ==============================================================
+counter                labels              what
+=====================  ==================  ==============================================================
+``ops``                op, partition       finished operations; ``rate`` is per second, over the last seconds
+``op_keys``            op, partition       samples they touched
+``op_bytes``           op, partition       bytes they moved
+``op_failures``        op, partition       those that raised, timeouts aside
+``op_timeouts``        op, partition       those that timed out
+``samples_written``    partition           samples seen for the first time
+``samples_claimed``    partition, task     first claims
+``samples_reclaimed``  partition, task     claims of a sample that the task had claimed before
+``samples_cleared``    partition
+``samples_failed``     partition           each sample once, whether it failed before or after its clear
+``transfers``          —                   successful transfers; with ``transfer_bytes``
+``transfer_failures``  kind                ``transfer``, ``notification`` or ``expired``
+``events``             —                   events that reached the aggregator
+``events_dropped``     —                   events that workers dropped because their queue was full
+``batches_lost``       —                   gaps in the workers' numbering
+``bad_frames``         —                   frames that could not be read
+``values_refused``     —                   NaN, infinite, negative or mistyped values
+``life_untracked``     —                   steps of samples beyond the table's bound
+``trigger_failures``   —                   triggers of the table that raised
+``session_errors``     —                   ERROR events
+=====================  ==================  ==============================================================
+
+=======================  ================  ========  ==================================================
+series                   labels            unit      what
+=======================  ================  ========  ==================================================
+``op_latency``           op                ns        wall time of operations, failed ones included
+``written_to_claimed``   partition, task   ns
+``written_to_cleared``   partition         ns
+``staleness``            partition, task   versions  newest weight version minus the sample's, at the claim
+``transfer_duration``    —                 ns        with ``transfer_post_duration``
+``transfer_size``        —                 bytes     bytes per transfer
+``transfer_descriptors`` —                 1         descriptors per transfer
+=======================  ================  ========  ==================================================
+
+Gauges: ``bytes_held``, ``samples_held`` (all partitions, with their peak), ``weight_version``,
+``workers_alive``.
+
+The same per worker is in ``workers`` (:class:`WorkerStat`, with its operations in ``by_op``), and what a
+partition holds is in ``partitions`` (:class:`PartitionStat`, with its tasks). The product of workers and
+partitions is left out on purpose: 500 workers with 200 partitions stay a few hundred kilobytes. Beyond
+:data:`MAX_PARTITIONS`, :data:`MAX_WORKERS`, … names are summed up under :data:`OTHER`.
+
+Percentiles are observed values (the smallest one with at least that share at or below it). While the run goes
+on they come from a histogram with 3 significant figures (2 for one worker's); ``exact`` says that they were
+computed from all the values.
+
+**Wire rules.** msgpack maps; new fields come last, with a default, and none is renamed or removed, so old
+viewers read new snapshots and the other way round. ``SCHEMA_VERSION`` changes only if that is broken.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from rlplane.transport import make_topic
+
+__all__ = [
+    "MAX_LOG_LINES",
+    "MAX_OLDEST",
+    "MAX_OPS",
+    "MAX_PARTITIONS",
+    "MAX_TASKS",
+    "MAX_TIMELINE",
+    "MAX_WORKERS",
+    "OTHER",
+    "PERCENTILES",
+    "SCHEMA_VERSION",
+    "CounterStat",
+    "GaugeStat",
+    "LogLine",
+    "MetricsSnapshot",
+    "MetricsSnapshotCodec",
+    "PartitionStat",
+    "SampleAge",
+    "SeriesStat",
+    "SeriesSummary",
+    "SessionState",
+    "Stat",
+    "TaskStat",
+    "TimelinePoint",
+    "WorkerOpStat",
+    "WorkerStat",
+]
+
+SCHEMA_VERSION = 1
+
+PERCENTILES: tuple[tuple[str, int], ...] = (
+    # The name, and the share in hundred-thousandths: ranks are computed in integers.
+    ("p50", 50_000),
+    ("p75", 75_000),
+    ("p90", 90_000),
+    ("p95", 95_000),
+    ("p99", 99_000),
+    ("p99.9", 99_900),
+)
+
+OTHER = "(other)"
+MAX_OPS = 64
+MAX_PARTITIONS = 256
+MAX_TASKS = 64
+MAX_WORKERS = 1024
+MAX_OLDEST = 20
+MAX_LOG_LINES = 100
+MAX_TIMELINE = 360
+
+logger = logging.getLogger(__name__)
+
+
+class SessionState(enum.Enum):
+    """INITIALIZE → LIVE → DRAINING → COMPLETE, and from any of the first three to INTERRUPTED."""
+
+    INITIALIZE = "INITIALIZE"
+    LIVE = "LIVE"
+    DRAINING = "DRAINING"
+    COMPLETE = "COMPLETE"
+    INTERRUPTED = "INTERRUPTED"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further snapshot of the run follows."""
+        return self in (SessionState.COMPLETE, SessionState.INTERRUPTED)
+
+
+class CounterStat(msgspec.Struct, tag="counter", omit_defaults=True):
+    """A number that only grows. ``rate`` is its growth per second over the last seconds."""
+
+    name: str
+    value: int
+    labels: dict[str, str] = {}
+    rate: float = 0.0
+
+
+class GaugeStat(msgspec.Struct, tag="gauge", omit_defaults=True):
+    """A number that goes up and down; ``peak`` is the highest it has been."""
+
+    name: str
+    value: float
+    labels: dict[str, str] = {}
+    peak: float | None = None
+
+
+class SeriesStat(msgspec.Struct, tag="series", omit_defaults=True):
+    """The distribution of a value. Without a value, ``count`` is 0 and the optional fields are None.
+
+    ``bucket_counts[i]`` counts values from ``bucket_edges[i]`` to ``bucket_edges[i + 1]``, the last bucket
+    with its end; the counts add up to ``count``. ``n_clamped`` values lay outside the live histogram's range
+    and count at its end; ``min``, ``max``, ``total`` and ``mean`` are true all the same.
+    """
+
+    name: str
+    count: int
+    labels: dict[str, str] = {}
+    unit: str = "ns"
+    total: float = 0
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std_dev: float | None = None
+    percentiles: dict[str, float] = {}
+    bucket_edges: list[float] = []
+    bucket_counts: list[int] = []
+    n_clamped: int = 0
+    n_refused: int = 0
+    exact: bool = False
+
+
+Stat: TypeAlias = CounterStat | GaugeStat | SeriesStat
+
+
+class SeriesSummary(msgspec.Struct, omit_defaults=True):
+    """A series in short, for one worker."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+    exact: bool = False
+
+
+class TaskStat(msgspec.Struct, omit_defaults=True):
+    """A consumer task of a partition: samples ready for it, claimed by it, and claims that wait.
+
+    None means that nobody reports it: ``ready`` and ``waiting`` need an engine with ``partition_status``.
+    """
+
+    task: str
+    ready: int | None = None
+    claimed: int | None = None
+    waiting: int | None = None
+
+
+class PartitionStat(msgspec.Struct, omit_defaults=True):
+    """What a partition holds now, at its peak, and has seen in all.
+
+    ``reported`` says that an engine's ``partition_status`` is the source of ``samples`` and ``bytes``; else
+    they add up from the life records.
+    """
+
+    partition: str
+    samples: int = 0
+    bytes: int = 0
+    peak_samples: int = 0
+    peak_bytes: int = 0
+    capacity_samples: int | None = None
+    capacity_bytes: int | None = None
+    oldest_age_s: float | None = None
+    reported: bool = False
+    written: int = 0
+    claimed: int = 0
+    cleared: int = 0
+    failed: int = 0
+    never_cleared: int = 0
+    tasks: list[TaskStat] = []
+
+
+class WorkerOpStat(msgspec.Struct, omit_defaults=True):
+    """One operation of one worker."""
+
+    op: str
+    count: int
+    keys: int = 0
+    bytes: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    rate: float = 0.0
+    latency: SeriesSummary | None = None
+
+
+class WorkerStat(msgspec.Struct, omit_defaults=True):
+    """One worker process.
+
+    ``state`` is ``alive``, ``silent`` (no sign for some seconds) or ``gone`` (said so). ``never_cleared``
+    counts samples that it wrote and that are in flight.
+    """
+
+    worker: str
+    pid: int
+    host: str
+    role: str = ""
+    state: str = "alive"
+    first_seen_ns: int = 0
+    last_seen_ns: int = 0
+    ops: int = 0
+    keys: int = 0
+    bytes: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    rate: float = 0.0
+    bytes_rate: float = 0.0
+    dropped: int = 0
+    lost_batches: int = 0
+    written: int = 0
+    claimed: int = 0
+    cleared: int = 0
+    failed: int = 0
+    never_cleared: int = 0
+    by_op: list[WorkerOpStat] = []
+    written_to_claimed: SeriesSummary | None = None
+    written_to_cleared: SeriesSummary | None = None
+    staleness: SeriesSummary | None = None
+
+
+class SampleAge(msgspec.Struct, omit_defaults=True):
+    """A sample in flight: written and not cleared."""
+
+    sample_id: str
+    partition: str
+    age_s: float
+    written_ns: int = 0
+    worker: str = ""
+    weight_version: int | None = None
+    claimed_by: list[str] = []
+    failed: bool = False
+
+
+class LogLine(msgspec.Struct, omit_defaults=True):
+    """A line of the log; ``level`` is ``warning`` or ``error``, ``worker`` empty for the aggregator's own."""
+
+    time_ns: int
+    level: str
+    message: str
+    worker: str = ""
+
+
+class TimelinePoint(msgspec.Struct, omit_defaults=True):
+    """What happened in ``seconds`` that began ``elapsed_s`` after the start; ``…_held`` are at its end."""
+
+    elapsed_s: float
+    seconds: float
+    ops: int = 0
+    keys: int = 0
+    bytes: int = 0
+    failures: int = 0
+    busy_ns: int = 0
+    written: int = 0
+    claimed: int = 0
+    cleared: int = 0
+    stale_sum: int = 0
+    stale_count: int = 0
+    samples_held: int = 0
+    bytes_held: int = 0
+
+
+class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One picture of the run.
+
+    ``exact`` says that all percentiles come from all the values, which only a final snapshot can say.
+    ``n_pending_tasks`` above 0 in a COMPLETE one means that the drain timed out. ``n_in_flight`` counts
+    samples written and not cleared; ``oldest`` lists the oldest of them.
+    """
+
+    run_id: str
+    state: SessionState
+    seq: int
+    time_ns: int
+    monotonic_ns: int
+    schema_version: int = SCHEMA_VERSION
+    started_ns: int = 0
+    elapsed_s: float = 0.0
+    exact: bool = False
+    n_pending_tasks: int = 0
+    refresh_hz: float = 0.0
+    host: str = ""
+    pid: int = 0
+    metrics: list[Stat] = []
+    partitions: list[PartitionStat] = []
+    workers: list[WorkerStat] = []
+    n_in_flight: int = 0
+    oldest: list[SampleAge] = []
+    log: list[LogLine] = []
+    timeline: list[TimelinePoint] = []
+
+    def counters(self, name: str, **labels: str) -> Iterator[CounterStat]:
+        """The counters of that name whose labels include ``labels``."""
+        for stat in self.metrics:
+            if isinstance(stat, CounterStat) and _fits(stat, name, labels):
+                yield stat
+
+    def total(self, name: str, **labels: str) -> int:
+        """The sum of those counters."""
+        return sum(stat.value for stat in self.counters(name, **labels))
+
+    def rate(self, name: str, **labels: str) -> float:
+        """The sum of their rates, per second."""
+        return sum(stat.rate for stat in self.counters(name, **labels))
+
+    def series(self, name: str, **labels: str) -> Iterator[SeriesStat]:
+        """The series of that name whose labels include ``labels``."""
+        for stat in self.metrics:
+            if isinstance(stat, SeriesStat) and _fits(stat, name, labels):
+                yield stat
+
+    def gauges(self) -> Iterator[GaugeStat]:
+        """Every gauge, those of the partitions and their tasks included, with labels."""
+        for stat in self.metrics:
+            if isinstance(stat, GaugeStat):
+                yield stat
+        for part in self.partitions:
+            labels = {"partition": part.partition}
+            yield GaugeStat("partition_samples", part.samples, labels, part.peak_samples)
+            yield GaugeStat("partition_bytes", part.bytes, labels, part.peak_bytes)
+            yield GaugeStat("partition_never_cleared", part.never_cleared, labels)
+            for name, value in (
+                ("partition_capacity_samples", part.capacity_samples),
+                ("partition_capacity_bytes", part.capacity_bytes),
+                ("partition_oldest_age_seconds", part.oldest_age_s),
+            ):
+                if value is not None:
+                    yield GaugeStat(name, value, labels)
+            for task in part.tasks:
+                for name, value in (
+                    ("task_ready", task.ready),
+                    ("task_claimed", task.claimed),
+                    ("task_waiting", task.waiting),
+                ):
+                    if value is not None:
+                        yield GaugeStat(name, value, {**labels, "task": task.task})
+
+
+def _fits(stat: CounterStat | SeriesStat, name: str, labels: dict[str, str]) -> bool:
+    return stat.name == name and labels.items() <= stat.labels.items()
+
+
+class MetricsSnapshotCodec:
+    """Snapshots as msgpack. One that cannot be read is dropped, with one log line."""
+
+    topic = make_topic("rlplane.snapshot")
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(MetricsSnapshot)
+        self._warned = False
+
+    def encode(self, item: MetricsSnapshot) -> tuple[bytes, bytes]:
+        return self.topic, self._encoder.encode(item)
+
+    def decode(self, payload: bytes) -> MetricsSnapshot:
+        return self._decoder.decode(payload)
+
+    def on_decode_error(self, payload: bytes, exc: Exception) -> MetricsSnapshot | None:
+        if not isinstance(exc, (msgspec.DecodeError, ValueError)):
+            raise exc
+        if not self._warned:
+            self._warned = True
+            logger.warning("a snapshot of %d bytes cannot be read: %s", len(payload), exc)
+        return None
