@@ -100,7 +100,7 @@ class ControlState:
         """Claim at once, or park (None) when ``blocking`` and not enough is ready."""
         partition = self.partition(claim.partition_id)
         task = partition.task(claim.task)
-        check_claim(partition.spec, claim.batch_size, 0, partition.columns, claim.fields)
+        check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields)
         queue = partition.queue(task, claim.fields)
         if not blocking:
             return partition.take(task, queue, claim, claim.batch_size)
@@ -147,6 +147,36 @@ class ControlState:
             self._retry_puts()
         return len(rows)
 
+    def clear_written_by(self, partition_id: str, owner: int) -> int:
+        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
+        partition = self.partition(partition_id)
+        rows = partition.written_by(owner)
+        return self.clear(partition_id, None if rows is None else partition.ids[rows].tolist())
+
+    def unclaim(self, partition_id: str, task: str, ids: Sequence[str]) -> None:
+        """Take back a claim that never reached its caller; the samples go to the front of the queue."""
+        partition = self.partition(partition_id)
+        if task in partition.tasks:
+            partition.return_rows(partition.tasks[task], partition.live_rows(ids))
+            self._serve(partition)
+
+    def holds(self, block: int) -> bool:
+        """Whether a sample refers to the block."""
+        return block in self._block_rows
+
+    def abort(self, error: DataPlaneError, owner: int | None = None) -> None:
+        """Answer every parked request (of one owner) with an error."""
+        for put in [put for put in self._waiting_puts if owner in (None, put.owner)]:
+            self._waiting_puts.remove(put)
+            self.answers.append((put.token, error))
+        for partition in self.partitions.values():
+            for task in partition.tasks.values():
+                ended = [claim for claim in task.waiters if owner in (None, claim.owner)]
+                task.waiters = [claim for claim in task.waiters if claim not in ended]
+                self.answers.extend((claim.token, error) for claim in ended)
+            self._serve(partition)
+        self._retry_puts()
+
     def release_owner(self, owner: int) -> int:
         """Forget a client that died: its parked requests go, its unfinished claims return to the front."""
         parked = [put for put in self._waiting_puts if put.owner == owner]
@@ -158,6 +188,7 @@ class ControlState:
             for task in partition.tasks.values():
                 task.waiters = [claim for claim in task.waiters if claim.owner != owner]
                 returned += partition.return_claims(task, owner)
+            partition.forget_writer(owner)
             self._serve(partition)
         self._retry_puts()
         return returned

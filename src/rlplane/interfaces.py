@@ -87,6 +87,27 @@ class KVBatchMeta:
             self.tags = [_own(tag) for tag in self.tags]
             self._check_length("tags", len(self.tags))
 
+    @classmethod
+    def _adopt(
+        cls,
+        partition_id: str,
+        task_name: str | None,
+        sample_ids: list[str],
+        fields: list[str] | None,
+        tags: list[dict[str, Any]] | None,
+    ) -> Self:
+        """Build a meta from lists that the caller gives away: an adapter's way around the copies.
+
+        ``sequence_lengths`` come from the tag ``input_lengths`` when every sample has it.
+        """
+        meta = cls.__new__(cls)
+        meta.partition_id, meta.task_name = partition_id, task_name
+        meta.sample_ids, meta.fields, meta.tags = sample_ids, fields, tags
+        lengths = [tag.get("input_lengths") for tag in tags or ()]
+        meta.sequence_lengths = lengths if lengths and None not in lengths else None  # type: ignore[assignment]
+        meta.extra_info = {}
+        return meta
+
     def _check_length(self, what: str, got: int) -> None:
         if got != len(self.sample_ids):
             raise InvalidRequestError(

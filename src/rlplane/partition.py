@@ -6,7 +6,7 @@ See :mod:`rlplane.index` for the whole. A row is reused after a clear; its seria
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class Claim:
         task: str,
         fields: Iterable[str],
         batch_size: int,
-        where: dict[str, Any] | None = None,
+        where: Mapping[str, Any] | None = None,
         *,
         owner: int = NOBODY,
         token: Any = None,
@@ -120,6 +120,8 @@ class Partition:
         self.serial = np.full(self.size, -1, np.int64)
         self.born = np.zeros(self.size, np.float64)
         self._next_serial = 0
+        self._writers: dict[int, int] = {}
+        self._signed: list[NDArray[np.uint64]] = []
         self.columns = {name: Column(self.size, True) for name in spec.fields}
         self.tasks = {name: Task(name, self.size) for name in spec.tasks}
 
@@ -193,6 +195,8 @@ class Partition:
                 replaced.append(old)
             column.block[rows] = block
             column.position[rows] = positions
+        if put.owner != NOBODY:
+            self._sign(rows, put.owner)
         if put.blocks and put.owner != NOBODY:
             for task in self.tasks.values():
                 # Whoever writes a field of what it claimed has done its work: the claim is finished.
@@ -203,6 +207,33 @@ class Partition:
                 if new or put.tags is not None or not put.blocks.keys().isdisjoint(required):
                     self._offer(task, required, queue, rows)
         return replaced
+
+    # Who wrote what: a bit per writer and row, because a sample can have several writers.
+
+    def _sign(self, rows: Rows, owner: int) -> None:
+        slot = self._writers.get(owner)
+        if slot is None:
+            taken = set(self._writers.values())
+            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            self._writers[owner] = slot
+            while len(self._signed) <= slot // 64:
+                self._signed.append(np.zeros(self.size, np.uint64))
+        self._signed[slot // 64][rows] |= np.uint64(1 << slot % 64)
+
+    def written_by(self, owner: int) -> Rows | None:
+        """The live rows that an owner wrote to, by birth; None if it never wrote here."""
+        slot = self._writers.get(owner)
+        if slot is None:
+            return None
+        rows = self.live_rows(None)
+        mine: Rows = rows[(self._signed[slot // 64][rows] >> np.uint64(slot % 64) & np.uint64(1)) != 0]
+        return mine
+
+    def forget_writer(self, owner: int) -> None:
+        """Free the slot of an owner that is gone."""
+        slot = self._writers.pop(owner, None)
+        if slot is not None:
+            self._signed[slot // 64] &= ~np.uint64(1 << slot % 64)
 
     def _rows_for(self, put: Put) -> tuple[Rows, int]:
         """The rows of a put's samples, made where they are new, with their tags merged."""
@@ -254,6 +285,7 @@ class Partition:
         self.size = size
         self.ids, self.tags, self.groups = (_grown(a, size, None) for a in (self.ids, self.tags, self.groups))
         self.serial, self.born = _grown(self.serial, size, -1), _grown(self.born, size, 0)
+        self._signed = [_grown(bits, size, 0) for bits in self._signed]
         for column in self.columns.values():
             column.block = _grown(column.block, size, -1)
             column.position = _grown(column.position, size, 0)
@@ -309,7 +341,7 @@ class Partition:
         of the same fields, or, if it has conditions, those with the same conditions.
         """
         answers = []
-        held: list[tuple[ReadyQueue, dict[str, Any] | None]] = []
+        held: list[tuple[ReadyQueue, Mapping[str, Any] | None]] = []
         left = []
         for claim in task.waiters:
             queue = self.queue(task, claim.fields)
@@ -362,7 +394,11 @@ class Partition:
 
     def return_claims(self, task: Task, owner: int) -> int:
         """Put the unfinished claims of an owner back to the front of the queues."""
-        rows = np.flatnonzero(task.owner == owner)
+        return self.return_rows(task, np.flatnonzero(task.owner == owner))
+
+    def return_rows(self, task: Task, rows: Rows) -> int:
+        """Make claimed rows claimable again, ahead of all others."""
+        rows = rows[task.claimed[rows]]
         if not len(rows):
             return 0
         rows = rows[np.argsort(task.sequence[rows])]
@@ -438,6 +474,8 @@ class Partition:
             del self.rows[sample_id]
         self.ids[rows] = self.tags[rows] = self.groups[rows] = None
         self.serial[rows] = -1
+        for bits in self._signed:
+            bits[rows] = 0
         self._free.extend(rows[::-1].tolist())
         return np.concatenate(released) if released else np.empty(0, np.int64)
 

@@ -103,7 +103,7 @@ def check_ids(sample_ids: Sequence[str], *, distinct: bool = True) -> list[str]:
 
 
 def check_claim(
-    spec: PartitionSpec, batch_size: int, timeout_s: float, known_fields: Collection[str], fields: list[str]
+    spec: PartitionSpec, batch_size: int, known_fields: Collection[str], fields: list[str]
 ) -> None:
     """The numbers of a claim, and its fields against those that are declared or were ever written."""
     if type(batch_size) is not int or batch_size < 1:
@@ -113,13 +113,18 @@ def check_claim(
             f"batch_size {batch_size} must be a multiple of grpo_group_size {spec.group_size} "
             f"of partition {spec.partition_id!r}: only whole groups are handed out"
         )
-    if not timeout_s >= 0:
-        raise InvalidRequestError(f"timeout_s must be at least 0, not {timeout_s!r}")
     for name in fields:
         if name not in known_fields:
             raise UnknownFieldError(
                 f"partition {spec.partition_id!r} has no field {name!r}; it has {sorted(known_fields)}"
             )
+
+
+def check_timeout(timeout_s: float) -> float:
+    """A number of seconds, not negative; infinity is one."""
+    if not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
+        raise InvalidRequestError(f"timeout_s must be a number of seconds of at least 0, not {timeout_s!r}")
+    return timeout_s
 
 
 _GROUP_IN_ID = re.compile(r"(.*)_g\d+", re.DOTALL)

@@ -1,0 +1,422 @@
+"""How a column becomes bytes and a batch is put together again from them.
+
+A put stores each field as one block: the values, and for ragged columns the offsets of the rows.
+A row is (block, position). Neighbouring rows of one block are a slice of it; anything else is
+gathered with a few vectorised calls per field, never with Python per row and field.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from torch import Tensor
+
+from rlplane.errors import InvalidRequestError
+from rlplane.objects import decode_object, encode_objects
+
+__all__ = ["Layout", "Source", "assemble", "open_block", "prepare"]
+
+_ALIGN = 64
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_RUNS_WORTH_SLICING = 4
+_SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """What the bytes of a block mean. It is on the wire and on disk: new fields come last."""
+
+    kind: str  # dense, jagged, object or enum
+    dtype: str
+    shape: tuple[int, ...]  # of one row; for jagged, of one element of a row
+    rows: int
+    values_nbytes: int
+    vocabulary: list[str] | None = None
+
+    @property
+    def offsets_at(self) -> int:
+        """Where the offsets are, counted from the start of the block."""
+        return -(-self.values_nbytes // _ALIGN) * _ALIGN
+
+    @property
+    def nbytes(self) -> int:
+        """The block's size, padded so that the next one is aligned."""
+        if self.kind in ("jagged", "object"):
+            return -(-(self.offsets_at + 8 * (self.rows + 1)) // _ALIGN) * _ALIGN
+        return self.offsets_at
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One field of a put, ready to be copied into a block."""
+
+    name: str
+    layout: Layout
+    values: Tensor
+    offsets: Tensor | None
+
+    def copy_into(self, block: Tensor) -> None:
+        """Write the column into ``block``, a uint8 tensor of ``layout.nbytes``."""
+        values, offsets = open_block(block, self.layout)
+        values.copy_(self.values)
+        if offsets is not None and self.offsets is not None:
+            offsets.copy_(self.offsets)
+
+
+def prepare(
+    fields: TensorDict, count: int, enums: dict[str, list[str]], *, allow_pickle: bool
+) -> list[Source]:
+    """Check the columns of a put and lay them out. Nothing is copied yet, except objects."""
+    if not is_tensor_collection(fields):
+        raise InvalidRequestError(f"fields must be a TensorDict, not {type(fields).__name__}")
+    if len(fields.batch_size) == 0 and not list(fields.keys()):
+        return []
+    sources = []
+    for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+        value = fields.get(name)
+        if isinstance(value, (NonTensorData, NonTensorStack)):
+            rows = _object_rows(name, value, count)
+            if name in enums:
+                sources.append(_enum_source(name, rows, enums[name]))
+            else:
+                sources.append(_object_source(name, rows, allow_pickle))
+            continue
+        if not isinstance(value, Tensor):
+            raise InvalidRequestError(
+                f"field {name!r} is a {type(value).__name__}; a field is a tensor, a nested tensor or "
+                "objects, so flatten a nested TensorDict into fields of its own"
+            )
+        if name in enums:
+            raise InvalidRequestError(
+                f"field {name!r} is declared as an enum of {enums[name]}; give its values as strings"
+            )
+        value = value.detach()
+        if value.device.type != "cpu":
+            value = value.cpu()
+        sources.append(_nested_source(name, value, count) if value.is_nested else _dense(name, value, count))
+    return sources
+
+
+def open_block(block: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
+    """The values and offsets of a block, as views of its bytes."""
+    values = block[: layout.values_nbytes].view(_DTYPES[layout.dtype])
+    if layout.kind in ("dense", "enum"):
+        return values.view(layout.rows, *layout.shape), None
+    at = layout.offsets_at
+    offsets = block[at : at + 8 * (layout.rows + 1)].view(torch.int64)
+    return values.view(_elements(layout), *layout.shape), offsets
+
+
+def assemble(
+    name: str,
+    blocks: NDArray[np.int64],
+    positions: NDArray[np.int32],
+    layouts: dict[int, Layout],
+    read: Callable[[int], Tensor],
+    own: Callable[[int, int, int], Tensor] | None,
+    empty: Callable[[int], Tensor],
+    *,
+    allow_pickle: bool,
+) -> Any:
+    """Put the rows of one field together.
+
+    Args:
+        name: The field, for messages.
+        blocks: The block of each row.
+        positions: The row's place in its block.
+        layouts: What is in the blocks.
+        read: Gives a block's bytes, to copy from.
+        own: Gives bytes ``[start, stop)`` of a block as memory that belongs to the caller without a copy;
+            None where there is no such thing.
+        empty: Gives fresh memory of so many bytes for a gather.
+        allow_pickle: Whether objects may be unpickled.
+    """
+    if not len(blocks):
+        return torch.empty(0)
+    numbers = (
+        [int(blocks[0])]
+        if blocks[0] == blocks[-1] and (blocks == blocks[0]).all()
+        else np.unique(blocks).tolist()
+    )
+    kinds = [layouts[number] for number in numbers]
+    first = kinds[0]
+    object_like = {layout.kind in ("object", "enum") for layout in kinds}
+    if object_like == {True}:
+        return _read_objects(blocks, positions, numbers, layouts, read, allow_pickle)
+    if len(object_like) > 1 or len({layout.dtype for layout in kinds}) > 1:
+        held = sorted({"objects" if layout.kind in ("object", "enum") else layout.dtype for layout in kinds})
+        raise InvalidRequestError(
+            f"field {name!r} holds {' and '.join(held)} in the rows asked for; read them apart"
+        )
+    runs = _runs(blocks, positions)
+    dense = all(layout.kind == "dense" for layout in kinds) and len({layout.shape for layout in kinds}) == 1
+    if dense:
+        if own is not None and len(runs) == 1:
+            block, start, stop = runs[0]
+            row = first.values_nbytes // first.rows if first.rows else 0
+            return (
+                own(block, start * row, stop * row)
+                .view(_DTYPES[first.dtype])
+                .view(stop - start, *first.shape)
+            )
+        return _gather_dense(first, runs, blocks, positions, numbers, layouts, read, empty)
+    if len({_element_shape(name, layout) for layout in kinds}) > 1:
+        raise InvalidRequestError(
+            f"field {name!r} holds rows of shapes {sorted({layout.shape for layout in kinds})}, which "
+            "differ in more than the first dimension; read them apart"
+        )
+    return _gather_jagged(name, runs, blocks, positions, numbers, layouts, read, own, empty)
+
+
+# Writing
+
+
+def _check_rows(name: str, got: int, count: int) -> None:
+    if got != count:
+        raise InvalidRequestError(
+            f"field {name!r} has {got} rows for {count} sample_ids; it needs one per sample"
+        )
+
+
+def _dense(name: str, value: Tensor, count: int) -> Source:
+    _check_rows(name, value.shape[0] if value.ndim else 0, count)
+    layout = Layout(
+        "dense", _dtype_name(name, value), tuple(value.shape[1:]), count, value.numel() * value.itemsize
+    )
+    return Source(name, layout, value, None)
+
+
+def _nested_source(name: str, value: Any, count: int) -> Source:
+    _check_rows(name, value.size(0), count)
+    if value.layout is torch.jagged and value.lengths() is None and getattr(value, "_ragged_idx", 1) == 1:
+        values, offsets = value.values(), value.offsets().to(torch.int64)
+        if count:
+            start, stop = int(offsets[0]), int(offsets[-1])
+            values, offsets = values[start:stop], offsets - start if start else offsets
+    else:
+        rows = list(value.unbind()) if count else []
+        shapes = {tuple(row.shape[1:]) for row in rows}
+        if len(shapes) > 1 or any(row.ndim == 0 for row in rows):
+            raise InvalidRequestError(
+                f"field {name!r} has rows of shapes {sorted(shapes)[:3]} after their first dimension; rows "
+                "may differ in the first dimension only (numpy arrays as objects may have any shape)"
+            )
+        values = torch.cat(rows) if rows else torch.empty(0, dtype=value.dtype)
+        lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64)
+        offsets = lengths.cumsum(0)
+    if not count:
+        offsets = torch.zeros(1, dtype=torch.int64)
+    layout = Layout(
+        "jagged", _dtype_name(name, value), tuple(values.shape[1:]), count, values.numel() * values.itemsize
+    )
+    return Source(name, layout, values, offsets)
+
+
+def _object_rows(name: str, value: Any, count: int) -> list[Any]:
+    rows: list[Any]
+    if isinstance(value, NonTensorStack):
+        rows = value.tolist()
+    else:
+        data = value.data
+        if isinstance(data, (list, tuple)) or (
+            isinstance(data, np.ndarray) and data.dtype == object and data.ndim
+        ):
+            rows = list(data)
+        else:
+            # One object for the whole batch is, to tensordict, the same object in every row.
+            rows = [data] * count
+    _check_rows(name, len(rows), count)
+    return rows
+
+
+def _object_source(name: str, rows: list[Any], allow_pickle: bool) -> Source:
+    encoded = encode_objects(rows, field=name, allow_pickle=allow_pickle)
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
+    joined = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)
+    layout = Layout("object", "torch.uint8", (), len(rows), joined.nbytes)
+    return Source(name, layout, torch.from_numpy(joined), torch.from_numpy(offsets))
+
+
+def _enum_source(name: str, rows: list[Any], vocabulary: list[str]) -> Source:
+    codes = {word: code for code, word in enumerate(vocabulary)}
+    try:
+        numbers = [codes[row] for row in rows]
+    except (KeyError, TypeError):
+        bad = next(row for row in rows if not isinstance(row, str) or row not in codes)
+        raise InvalidRequestError(
+            f"field {name!r} is an enum of {vocabulary}; {bad!r} is not one of them"
+        ) from None
+    dtype = torch.uint8 if len(vocabulary) <= 256 else torch.int32
+    values = torch.tensor(numbers, dtype=dtype)
+    layout = Layout("enum", str(dtype), (), len(rows), values.numel() * values.itemsize, vocabulary)
+    return Source(name, layout, values, None)
+
+
+def _dtype_name(name: str, value: Tensor) -> str:
+    if value.is_quantized or value.layout not in (torch.strided, torch.jagged):
+        raise InvalidRequestError(
+            f"field {name!r} has dtype {value.dtype} and layout {value.layout}; "
+            "a field is dense or nested, and not quantized"
+        )
+    return _NAMES[value.dtype]
+
+
+# Reading
+
+
+def _elements(layout: Layout) -> int:
+    size = _DTYPES[layout.dtype].itemsize
+    for extent in layout.shape:
+        size *= extent
+    return layout.values_nbytes // size if size else 0
+
+
+def _element_shape(name: str, layout: Layout) -> tuple[int, ...]:
+    if layout.kind == "jagged":
+        return layout.shape
+    if not layout.shape:
+        raise InvalidRequestError(
+            f"field {name!r} holds scalars and sequences in the rows asked for; read them apart"
+        )
+    return layout.shape[1:]
+
+
+def _runs(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Split the rows into maximal stretches of neighbours: (block, first position, last + 1)."""
+    breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(blocks) != 0)) + 1
+    starts = np.concatenate(([0], breaks))
+    stops = np.concatenate((breaks, [len(blocks)]))
+    begin = positions[starts]
+    return list(
+        zip(blocks[starts].tolist(), begin.tolist(), (begin + (stops - starts)).tolist(), strict=True)
+    )
+
+
+def _gather_dense(
+    layout: Layout,
+    runs: list[tuple[int, int, int]],
+    blocks: NDArray[np.int64],
+    positions: NDArray[np.int32],
+    numbers: list[int],
+    layouts: dict[int, Layout],
+    read: Callable[[int], Tensor],
+    empty: Callable[[int], Tensor],
+) -> Tensor:
+    count = len(blocks)
+    row = layout.values_nbytes // layout.rows
+    out = empty(row * count).view(_DTYPES[layout.dtype]).view(count, *layout.shape)
+    opened = {number: open_block(read(number), layouts[number])[0] for number in numbers}
+    if len(numbers) == 1 and len(runs) * _RUNS_WORTH_SLICING > count:
+        return torch.index_select(
+            opened[numbers[0]], 0, torch.from_numpy(positions.astype(np.int64)), out=out
+        )
+    if len(runs) * _RUNS_WORTH_SLICING > count:
+        parts = {number: torch.split(values, 1) for number, values in opened.items()}
+        pieces = [parts[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
+    else:
+        pieces = [opened[block][start:stop] for block, start, stop in runs]
+    return torch.cat(pieces, out=out)
+
+
+def _gather_jagged(
+    name: str,
+    runs: list[tuple[int, int, int]],
+    blocks: NDArray[np.int64],
+    positions: NDArray[np.int32],
+    numbers: list[int],
+    layouts: dict[int, Layout],
+    read: Callable[[int], Tensor],
+    own: Callable[[int, int, int], Tensor] | None,
+    empty: Callable[[int], Tensor],
+) -> Tensor:
+    # A dense block among ragged ones is ragged with equal rows.
+    offsets: dict[int, NDArray[np.int64]] = {}
+    opened: dict[int, Tensor] = {}
+    for number in numbers:
+        values, inner = open_block(read(number), layouts[number])
+        if inner is None:
+            offsets[number] = np.arange(values.shape[0] + 1, dtype=np.int64) * values.shape[1]
+            values = values.flatten(0, 1)
+        else:
+            offsets[number] = inner.numpy()
+        opened[number] = values
+    sample = opened[numbers[0]]
+    element = sample.itemsize * int(np.prod(sample.shape[1:], dtype=np.int64))
+    if len(runs) == 1:
+        block, start, stop = runs[0]
+        begin, end = int(offsets[block][start]), int(offsets[block][stop])
+        ends = offsets[block][start : stop + 1] - begin
+        if own is not None:
+            values = (
+                own(block, begin * element, end * element)
+                .view(sample.dtype)
+                .view(end - begin, *sample.shape[1:])
+            )
+        else:
+            values = opened[block][begin:end].clone()
+        return _jagged(values, torch.from_numpy(ends))
+    lengths = np.empty(len(blocks), np.int64)
+    for number in numbers:
+        mine = slice(None) if len(numbers) == 1 else blocks == number
+        where = positions[mine]
+        lengths[mine] = offsets[number][where + 1] - offsets[number][where]
+    ends = np.zeros(len(blocks) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if len(runs) * _RUNS_WORTH_SLICING > len(blocks):
+        rows = {number: torch.split(opened[number], np.diff(offsets[number]).tolist()) for number in numbers}
+        pieces = [rows[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
+    else:
+        pieces = [opened[b][offsets[b][start] : offsets[b][stop]] for b, start, stop in runs]
+    total = int(ends[-1])
+    out = empty(total * element).view(sample.dtype).view(total, *sample.shape[1:])
+    return _jagged(torch.cat(pieces, out=out), torch.from_numpy(ends))
+
+
+def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+
+def _read_objects(
+    blocks: NDArray[np.int64],
+    positions: NDArray[np.int32],
+    numbers: list[int],
+    layouts: dict[int, Layout],
+    read: Callable[[int], Tensor],
+    allow_pickle: bool,
+) -> NonTensorStack:
+    columns: dict[int, Callable[[int], Any]] = {}
+    for number in numbers:
+        layout = layouts[number]
+        values, offsets = open_block(read(number), layout)
+        if offsets is None:
+            columns[number] = _word_reader(values.tolist(), layout.vocabulary or [])
+        else:
+            columns[number] = _object_reader(memoryview(values.numpy().data), offsets.tolist(), allow_pickle)
+    rows = [columns[b](p) for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
+    return stack_objects(rows)
+
+
+def _word_reader(codes: Sequence[int], vocabulary: list[str]) -> Callable[[int], str]:
+    return lambda position: vocabulary[codes[position]]
+
+
+def _object_reader(data: memoryview, offsets: list[int], allow_pickle: bool) -> Callable[[int], Any]:
+    return lambda p: decode_object(data[offsets[p] : offsets[p + 1]], allow_pickle=allow_pickle)
+
+
+def stack_objects(rows: list[Any]) -> NonTensorStack:
+    """One object per row, each in a NonTensorData of its own, so that lists stay objects."""
+    if set(map(type, rows)) <= _SIMPLE:
+        return NonTensorStack(*rows)
+    return NonTensorStack(*[NonTensorData(row, batch_size=[]) for row in rows])
