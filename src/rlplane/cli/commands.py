@@ -1,0 +1,58 @@
+"""The commands, by name. To add one: a module here with a function, and an entry in :data:`COMMANDS`.
+
+The modules are imported when their command is called, or when completion or an unknown command asks for all
+of them. Help for the whole reads this table alone: it is quick, and a broken command cannot hide the others.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import NamedTuple
+
+import cyclopts
+
+__all__ = ["COMMANDS", "Command", "build_app"]
+
+
+class Command(NamedTuple):
+    """Where a command's function is, what it does in one line, and one call that works."""
+
+    path: str
+    line: str
+    example: str
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "rlplane.cli.demo:demo", "Run the main job: asynchronous GRPO through the plane.", "rlplane demo"
+    ),
+    "config": Command(
+        "rlplane.cli.config:config",
+        "Print the resolved config, or check a file.",
+        "rlplane config plane.toml storage_capacity=5000",
+    ),
+}
+
+_HELP = "The data plane for RL post-training: run it, watch it, measure it."
+_EPILOGUE = (
+    "Every command takes --debug (or RLPLANE_DEBUG=1) to show tracebacks.\n\n"
+    "Exit codes: 0 fine, 2 usage or config, 3 cannot start, 4 failed, 130 interrupted."
+)
+
+
+def build_app() -> cyclopts.App:
+    """The command line, with nothing of the commands imported yet."""
+    app = cyclopts.App(
+        name="rlplane",
+        help=_HELP,
+        help_epilogue=_EPILOGUE,
+        help_format="markdown",
+        version=version("rlplane"),
+        # Without this a command's function would swallow Ctrl-C, and the shell would be told 0.
+        suppress_keyboard_interrupt=False,
+    )
+    for name, command in COMMANDS.items():
+        text = f"{command.line}\n\nExample: `{command.example}`"
+        app.command(command.path, name=name, help=text, help_epilogue="")
+    app.register_install_completion_command(add_to_startup=False)
+    return app

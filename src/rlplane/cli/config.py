@@ -1,0 +1,93 @@
+"""``rlplane config``: what the plane would be built from, after file, environment and overrides."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlplane.cli.options import Flag, Json
+from rlplane.cli.output import write_json, write_text
+from rlplane.config import EXEMPLARS, SCHEMA, Key, exemplar_text, load_config
+
+__all__ = ["config"]
+
+
+def config(
+    source: str | None = None,
+    /,
+    *overrides: str,
+    check: Flag = False,
+    exemplar: Flag = False,
+    as_json: Json = False,
+) -> None:
+    """Print the resolved config, or check a file.
+
+    Parameters
+    ----------
+    source
+        A .toml or .yaml file, or an exemplar: local, shm, cluster-simple, cluster-mooncake.
+        Default: RLPLANE_CONFIG, else shm.
+    overrides
+        Keys to set on top, as key=value.
+    check
+        Print nothing but whether it is valid; exit code 2 if not.
+    exemplar
+        Print the exemplar's text with its comments, as a start for a file of your own.
+    """
+    name = source or os.environ.get("RLPLANE_CONFIG") or "shm"
+    if exemplar:
+        write_text(exemplar_text(name))
+        return
+    resolved = dict(load_config(name, list(overrides)))
+    if as_json:
+        write_json("config", {"source": name, "valid": True, "config": _printable(resolved)})
+    elif check:
+        kind = "exemplar" if name in EXEMPLARS else "file"
+        write_text(f"the {kind} {name} is valid: impl {resolved['impl']!r}, backend {resolved['backend']!r}")
+    else:
+        write_text(to_toml(resolved))
+
+
+def to_toml(resolved: Mapping[str, Any]) -> str:
+    """A config as TOML that ``load_config`` reads back, with sizes explained."""
+    lines: list[str] = []
+    tables = {name: value for name, value in resolved.items() if isinstance(value, Mapping)}
+    lines += [_toml_line(name, value) for name, value in resolved.items() if name not in tables]
+    for table, content in tables.items():
+        lines += ["", f"[{table}]", *(_toml_line(name, value) for name, value in content.items())]
+    return "\n".join(lines)
+
+
+def _toml_line(name: str, value: Any) -> str:
+    entry = SCHEMA.get(name)
+    comment = f"  # {_binary_size(value)}" if isinstance(entry, Key) and entry.kind == "size" else ""
+    return f"{name} = {_toml_value(_printable(value))}{comment}"
+
+
+def _toml_value(value: Any) -> str:
+    # A JSON string, number, boolean or list of them is also a TOML one; nested tables are written inline.
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{json.dumps(key)} = {_toml_value(item)}" for key, item in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_toml_value(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _printable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_printable(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool)) else repr(value)
+
+
+def _binary_size(size: int) -> str:
+    value, unit = float(size), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:g} {unit}"
