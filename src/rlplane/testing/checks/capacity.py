@@ -1,0 +1,106 @@
+"""What a plane that is full promises. Needs a factory that can make a small plane."""
+
+from __future__ import annotations
+
+import torch
+
+from rlplane.errors import CapacityError, CapacityTimeoutError
+from rlplane.testing.expectations import equal, expect, refuses
+from rlplane.testing.plane import Plane
+from rlplane.testing.promises import promises_of
+
+promise = promises_of("Writing", feature="capacity")
+
+FULL = (
+    "A plane that is full (`storage_capacity` samples, or bytes) makes a put wait up to `timeout_s` for"
+    " a clear, then raises `CapacityTimeoutError`, which is a `MemoryError` and a `TimeoutError`; "
+    "nothing is written."
+)
+MEGABYTE = 1 << 20
+
+
+@promise(FULL)
+def a_write_to_a_full_plane_waits_for_a_clear(plane: Plane) -> None:
+    part = plane.partition(client=plane.configured(storage_capacity=4))
+    part.put_numbers("abcd")
+    write = plane.start(lambda: part.put_numbers("e", start=7))
+    expect(not write.is_done_within(plane.short), "a fifth sample was taken by a plane for four")
+    part.clear("b")
+    write.result("a write after a clear made room")
+    equal("the sample that had to wait", part.numbers("e"), [7.0])
+
+
+@promise(FULL)
+def a_write_that_finds_no_room_in_time_writes_nothing(plane: Plane) -> None:
+    part = plane.partition(client=plane.configured(storage_capacity=4))
+    part.put_numbers("abc")
+    columns = {"x": torch.tensor([9.0, 9.0, 9.0])}
+    tags = [{"v": 9}, {"v": 9}, {"v": 9}]
+    write = plane.start(lambda: part.put("ade", columns, tags, timeout_s=plane.short))
+    error = refuses(CapacityTimeoutError, "a write without room", write.result, "a write without room")
+    expect(isinstance(error, MemoryError), f"{error!r} is not a MemoryError")
+    expect(isinstance(error, TimeoutError), f"{error!r} is not a TimeoutError")
+    equal("the row that was there", part.numbers("a"), [0.0])
+    refuses(KeyError, "reading a row of the write that timed out", part.get, "d")
+    meta = part.claim_ready(required=[])
+    equal("the samples afterwards", meta.sample_ids, ["a", "b", "c"])
+    equal("their tags", [tag for tag in meta.tags or [] if tag], [])
+    part.put_numbers("d", start=4)
+    equal("a write that does fit", part.numbers("d"), [4.0])
+
+
+@promise("Only a put that makes new samples (or needs new bytes) waits.")
+def a_write_without_new_samples_does_not_wait(plane: Plane) -> None:
+    part = plane.partition(fields=["x", "y"], client=plane.configured(storage_capacity=2))
+    part.put_numbers("ab")
+    part.put_numbers("ab", start=5, field="y")
+    part.put("ab", {"x": torch.tensor([7.0, 8.0])})
+    part.put("b", None, [{"v": 1}])
+    equal("a field that was written again", part.numbers("ab"), [7.0, 8.0])
+    equal("a field that was added", part.numbers("ab", "y"), [5.0, 6.0])
+
+
+@promise("One that could never fit raises `CapacityError` at once.")
+def a_write_that_could_never_fit_is_refused_at_once(plane: Plane) -> None:
+    part = plane.partition(client=plane.configured(storage_capacity=3))
+    refuses(
+        CapacityError,
+        "a write of four samples to a plane for three",
+        part.put,
+        "abcd",
+        {"x": torch.zeros(4)},
+        timeout_s=2 * plane.deadline,
+        within_s=plane.deadline,
+    )
+    refuses(KeyError, "reading what was refused", part.get, "a")
+
+
+@promise(FULL, "One that could never fit raises `CapacityError` at once.", feature="byte capacity")
+def bytes_are_a_capacity_too(plane: Plane) -> None:
+    client = plane.configured(global_segment_size=8 * MEGABYTE, local_buffer_size=MEGABYTE)
+    part = plane.partition(client=client)
+    row = torch.zeros(1, MEGABYTE // 4)
+    ids = [f"row-{i}" for i in range(64)]
+    full_at = None
+    for index, sample_id in enumerate(ids):
+        try:
+            part.put([sample_id], {"x": row + index}, timeout_s=plane.short)
+        except CapacityTimeoutError:
+            full_at = index
+            break
+    if full_at is None or full_at == 0:
+        expect(False, f"a plane of 8 MiB took {full_at or len(ids)} rows of 1 MiB")
+        return
+    refuses(KeyError, "reading the row that found no room", part.get, [ids[full_at]])
+    part.clear(ids[:full_at])
+    part.put([ids[full_at]], {"x": row + 7})
+    equal("a row that had to wait for bytes", float(part.get([ids[full_at]]).get("x").max()), 7.0)
+    refuses(
+        CapacityError,
+        "a write of 64 MiB to a plane of 8 MiB",
+        part.put,
+        ["huge"],
+        {"x": torch.zeros(1, 16 * MEGABYTE)},
+        timeout_s=2 * plane.deadline,
+        within_s=plane.deadline,
+    )

@@ -1,0 +1,127 @@
+"""What Python objects may travel in columns and tags, and that they come back equal."""
+
+from __future__ import annotations
+
+import fractions
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDict
+
+from rlplane.testing.expectations import equal, has_column, objects
+from rlplane.testing.plane import Plane
+from rlplane.testing.promises import promises_of
+
+promise = promises_of("Writing", feature="objects")
+
+FORMS = (
+    "objects, as a `NonTensorStack`, or as `NonTensorData` that holds a list or an object array with "
+    "one entry per row."
+)
+KINDS = (
+    "Objects in columns and tags: None, bool, int, float, str, bytes, list, dict with string keys, and numpy "
+    "arrays and scalars."
+)
+EQUAL = "Objects come back equal, as a `NonTensorStack`."
+
+
+@promise(FORMS, EQUAL)
+def every_form_of_an_object_column_is_one_object_per_row(plane: Plane) -> None:
+    rows = [{"turns": [1, 2]}, ["a", None], "text"]
+    array = np.empty(3, dtype=object)
+    array[:] = rows
+    columns = {
+        "a NonTensorStack": objects(rows),
+        "NonTensorData with a list": NonTensorData(list(rows), batch_size=[3]),
+        "NonTensorData with an array": NonTensorData(array, batch_size=[3]),
+        "a numpy array": array,
+    }
+    part = plane.partition(fields=list(columns))
+    part.put("abc", TensorDict(columns, [3]))
+    batch = part.get("cab", list(columns))
+    for name in columns:
+        has_column("a read", batch, name, [rows[2], rows[0], rows[1]], "objects")
+    one = part.get("b", list(columns))
+    for name in columns:
+        has_column("a read of one row", one, name, [rows[1]], "objects")
+
+
+@promise(KINDS, EQUAL)
+def objects_of_every_kind_come_back_equal(plane: Plane) -> None:
+    part = plane.partition()
+    values = _values()
+    ids = [f"row-{i}" for i in range(len(values))]
+    part.put(ids, {"x": objects(values)})
+    has_column("a read", part.get(ids), "x", values, "objects")
+    part.put(["nested"], {"x": objects([{"all": values}])})
+    has_column("a read", part.get(["nested"]), "x", [{"all": values}], "objects")
+
+
+@promise(KINDS)
+def tags_of_every_kind_come_back_equal(plane: Plane) -> None:
+    part = plane.partition()
+    values = _values()
+    ids = [f"row-{i}" for i in range(len(values))]
+    part.put(ids, {"x": torch.zeros(len(ids))}, [{"v": value} for value in values])
+    tags = part.claim_ready().tags
+    for tag, value in zip(tags or [], values, strict=True):
+        equal("a tag", tag, {"v": value})
+
+
+@promise("A tuple comes back as a list.")
+def a_tuple_comes_back_as_a_list(plane: Plane) -> None:
+    part = plane.partition()
+    part.put("ab", {"x": objects([(1, ("two",)), {"pair": (3, 4)}])}, [{"v": (1, 2)}, {"v": [(3,)]}])
+    has_column("a read", part.get("ab"), "x", [[1, ["two"]], {"pair": [3, 4]}], "objects")
+    equal("tags", part.claim_ready().tags, [{"v": [1, 2]}, {"v": [[3]]}])
+
+
+@promise(EQUAL)
+def objects_of_several_writes_are_read_together(plane: Plane) -> None:
+    part = plane.partition()
+    part.put("ab", {"x": objects(["a", 1])})
+    part.put("c", {"x": objects([[None]])})
+    part.put("b", {"x": objects([{"new": True}])})
+    rows = [[None], {"new": True}, "a", [None]]
+    has_column("a read", part.get("cbac"), "x", rows, "objects")
+
+
+@promise("Anything else: `TypeError` that names the field, unless the config says `allow_pickle: true`.")
+def anything_travels_when_pickle_is_allowed(plane: Plane) -> None:
+    part = plane.partition(client=plane.configured(allow_pickle=True))
+    values: list[Any] = [fractions.Fraction(1, 3), {1, 2}, {1: "one"}, [complex(1, 2), "plain"]]
+    part.put("abcd", {"x": objects(values)}, [{"v": value} for value in values])
+    has_column("a read", part.get("dcba"), "x", values[::-1], "objects")
+    equal("tags", part.claim_ready().tags, [{"v": value} for value in values])
+
+
+def _values() -> list[Any]:
+    return [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        2**63 - 1,
+        -(2**63),
+        1.5,
+        float("inf"),
+        "",
+        "naïve 😀",
+        b"",
+        b"\x00\xff",
+        [],
+        [1, "a", [None, [True]]],
+        {},
+        {"a": {"b": [1, 2.0]}, "": b"x"},
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.array([], dtype=np.int16),
+        np.array([True, False]),
+        np.arange(8)[::2],
+        np.array(["ab", "c"]),
+        np.float32(1.5),
+        np.int64(7),
+        np.bool_(True),
+        {"array": np.array([1, 2, 3], dtype=np.uint8), "list": [np.zeros(2)]},
+    ]
