@@ -69,6 +69,8 @@ import msgspec
 from rlplane.transport import make_topic
 
 __all__ = [
+    "GRIDS",
+    "MAX_FINISHED",
     "MAX_LOG_LINES",
     "MAX_OLDEST",
     "MAX_OPS",
@@ -108,12 +110,22 @@ PERCENTILES: tuple[tuple[str, int], ...] = (
     ("p99.9", 99_900),
 )
 
+# Fixed bucket edges by unit, for whoever compares two snapshots: `bucket_edges` move with min and max. The
+# first and the last bucket hold what lies outside. Times: 1, 1.5, 2.5, 3.5, 5, 7 per decade, 1 µs to 1000 s.
+GRIDS: dict[str, tuple[float, ...]] = {
+    "ns": (*(step * 10.0**power / 2 for power in range(3, 12) for step in (2, 3, 5, 7, 10, 14)), 1e12),
+    "bytes": tuple(2.0**power for power in range(8, 41)),
+    "versions": (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64, 128, 256, 1024),
+    "1": tuple(float(2**power) for power in range(21)),
+}
+
 OTHER = "(other)"
 MAX_OPS = 64
 MAX_PARTITIONS = 256
 MAX_TASKS = 64
 MAX_WORKERS = 1024
 MAX_OLDEST = 20
+MAX_FINISHED = 20
 MAX_LOG_LINES = 100
 MAX_TIMELINE = 360
 
@@ -159,6 +171,9 @@ class SeriesStat(msgspec.Struct, tag="series", omit_defaults=True):
     ``bucket_counts[i]`` counts values from ``bucket_edges[i]`` to ``bucket_edges[i + 1]``, the last bucket
     with its end; the counts add up to ``count``. ``n_clamped`` values lay outside the live histogram's range
     and count at its end; ``min``, ``max``, ``total`` and ``mean`` are true all the same.
+
+    ``grid_counts`` are the same values in the fixed buckets of ``GRIDS[unit]``, those before the bucket
+    ``grid_first`` and after the last one given being 0: two snapshots of a run can be subtracted.
     """
 
     name: str
@@ -176,6 +191,8 @@ class SeriesStat(msgspec.Struct, tag="series", omit_defaults=True):
     n_clamped: int = 0
     n_refused: int = 0
     exact: bool = False
+    grid_first: int = 0
+    grid_counts: list[int] = []
 
 
 Stat: TypeAlias = CounterStat | GaugeStat | SeriesStat
@@ -277,7 +294,10 @@ class WorkerStat(msgspec.Struct, omit_defaults=True):
 
 
 class SampleAge(msgspec.Struct, omit_defaults=True):
-    """A sample in flight: written and not cleared."""
+    """The life of a sample, in flight (written and not cleared) unless ``cleared_ns`` says when it ended.
+
+    ``claimed_ns`` has the time of each claim in ``claimed_by``. ``age_s`` is the age at its clear, or now.
+    """
 
     sample_id: str
     partition: str
@@ -287,6 +307,8 @@ class SampleAge(msgspec.Struct, omit_defaults=True):
     weight_version: int | None = None
     claimed_by: list[str] = []
     failed: bool = False
+    claimed_ns: list[int] = []
+    cleared_ns: int | None = None
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
@@ -322,7 +344,7 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     ``exact`` says that all percentiles come from all the values, which only a final snapshot can say.
     ``n_pending_tasks`` above 0 in a COMPLETE one means that the drain timed out. ``n_in_flight`` counts
-    samples written and not cleared; ``oldest`` lists the oldest of them.
+    samples written and not cleared; ``oldest`` lists the oldest of them, ``finished`` the last ones cleared.
     """
 
     run_id: str
@@ -345,6 +367,7 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
     oldest: list[SampleAge] = []
     log: list[LogLine] = []
     timeline: list[TimelinePoint] = []
+    finished: list[SampleAge] = []
 
     def counters(self, name: str, **labels: str) -> Iterator[CounterStat]:
         """The counters of that name whose labels include ``labels``."""
