@@ -8,6 +8,10 @@ the author of an adapter how to use both.
     plane.py          the plane under test, as the checks see it
     expectations.py   what the checks expect, in words
     checks/           the checks, one file per subject
+    model.py          a partition as a dictionary, and
+    random_operations.py  the operations that are compared with it, as a hypothesis
+    state_machine.py  state machine
+    table.py          the table of promises in docs/promises.md
     plugin.py         the pytest plugin, loaded into every pytest run: it imports nothing heavy
 """
 
@@ -27,6 +31,7 @@ from rlplane.testing.promises import (
 
 if TYPE_CHECKING:
     from rlplane.testing.plane import PlaneFactory
+    from rlplane.testing.state_machine import data_plane_state_machine
 
 __all__ = [
     "BrokenPromise",
@@ -36,6 +41,7 @@ __all__ = [
     "PlaneFactory",
     "check_data_plane",
     "checks",
+    "data_plane_state_machine",
     "run_check",
 ]
 
@@ -46,4 +52,8 @@ def __getattr__(name: str) -> object:
         from rlplane.testing.plane import PlaneFactory
 
         return PlaneFactory
+    if name == "data_plane_state_machine":
+        from rlplane.testing.state_machine import data_plane_state_machine
+
+        return data_plane_state_machine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,7 @@ __all__ = [
     "Outcome",
     "check_data_plane",
     "checks",
-    "promises_of",
+    "promise",
     "run_check",
 ]
 
@@ -68,7 +68,6 @@ class Check:
     """One promise and the function that proves it."""
 
     name: str
-    section: str
     quotes: tuple[str, ...]
     body: CheckBody = field(repr=False)
     feature: str | None = None
@@ -95,30 +94,25 @@ class Outcome:
 _registry: dict[str, Check] = {}
 
 
-def promises_of(
-    section: str, *, feature: str | None = None
-) -> Callable[..., Callable[[CheckBody], CheckBody]]:
-    """The ``@promise`` decorator for one section of the contract.
+def promise(
+    *quotes: str, feature: str | None = None, method: str | None = None
+) -> Callable[[CheckBody], CheckBody]:
+    """Make a check of a function: ``@promise("a sentence of the contract", …)``.
 
-    ``@promise("a sentence of the contract", …)`` makes a check of a function. ``feature`` is a name under
-    which an adapter may declare a whole family of checks as a limitation; ``method`` names the optional
-    method that a check is about.
+    Args:
+        quotes: What is promised, in the words of ``docs/contract.md`` or of ``DataPlaneClient``.
+        feature: A name under which an adapter may declare a family of checks as a limitation.
+        method: The optional method that the check is about.
     """
-    family = feature
 
-    def promise(
-        *quotes: str, feature: str | None = family, method: str | None = None
-    ) -> Callable[[CheckBody], CheckBody]:
-        def register(body: CheckBody) -> CheckBody:
-            name = body.__name__
-            if name in _registry:
-                raise ValueError(f"two checks are called {name!r}")
-            _registry[name] = Check(name, section, quotes, body, feature or method, method)
-            return body
+    def register(body: CheckBody) -> CheckBody:
+        name = body.__name__
+        if name in _registry:
+            raise ValueError(f"two checks are called {name!r}")
+        _registry[name] = Check(name, quotes, body, feature or method, method)
+        return body
 
-        return register
-
-    return promise
+    return register
 
 
 def checks() -> tuple[Check, ...]:

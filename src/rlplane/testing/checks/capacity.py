@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rlplane.errors import CapacityError, CapacityTimeoutError
 from rlplane.testing.expectations import equal, expect, refuses
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
+from rlplane.testing.promises import promise
 
-promise = promises_of("Writing", feature="capacity")
+promise = partial(promise, feature="capacity")
 
 FULL = (
     "A plane that is full (`storage_capacity` samples, or bytes) makes a put wait up to `timeout_s` for"

@@ -11,9 +11,7 @@ import torch
 
 from rlplane.testing.expectations import equal, expect, refuses, took
 from rlplane.testing.plane import Partition, Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Claiming")
+from rlplane.testing.promises import promise
 
 ONCE = "Never hands the same sample to the same task twice."
 ORDER = (

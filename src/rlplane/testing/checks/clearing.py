@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rlplane.testing.expectations import equal, expect, records_warnings, refuses, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("The rest")
+from rlplane.testing.promises import promise
 
 ABSENT = "`clear_samples`: ids that are not there are ignored."
 NONE = (

@@ -19,9 +19,7 @@ from rlplane.errors import (
 )
 from rlplane.testing.expectations import equal, objects, refuses, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("The rest")
+from rlplane.testing.promises import promise
 
 CLOSE = "`close` is idempotent; any later call raises `ClientClosedError`."
 ENDS = (

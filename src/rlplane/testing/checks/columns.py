@@ -6,9 +6,7 @@ import torch
 
 from rlplane.testing.expectations import equal, expect, has_column, jagged, strided
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import NotApplicable, promises_of
-
-promise = promises_of("Writing")
+from rlplane.testing.promises import NotApplicable, promise
 
 DENSE = (
     "Columns: a dense tensor with one row per sample (any dtype, any number of dimensions, also "

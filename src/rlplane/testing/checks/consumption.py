@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rlplane.testing.expectations import equal, refuses
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("The rest")
+from rlplane.testing.promises import promise
 
 STATUS = (
     "`check_consumption_status`: False while nothing has been written since the registration and "

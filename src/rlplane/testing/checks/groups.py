@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rlplane.testing.expectations import refuses, times_out, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
+from rlplane.testing.promises import promise
 
-promise = promises_of("Claiming", feature="groups")
+promise = partial(promise, feature="groups")
 
 WHOLE = (
     "With `grpo_group_size` only whole groups are handed out, the members together and in the order in "

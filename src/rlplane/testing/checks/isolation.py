@@ -11,9 +11,7 @@ from tensordict import TensorDict
 from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.expectations import equal, has_column, jagged, objects, rows_of
 from rlplane.testing.plane import Partition, Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Reading")
+from rlplane.testing.promises import promise
 
 OWN = "The caller may change what it got: nobody else sees it."
 VALID = (

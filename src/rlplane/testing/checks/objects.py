@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from tensordict import NonTensorData, TensorDict
 
 from rlplane.testing.expectations import equal, has_column, objects
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
+from rlplane.testing.promises import promise
 
-promise = promises_of("Writing", feature="objects")
+promise = partial(promise, feature="objects")
 
 FORMS = (
     "objects, as a `NonTensorStack`, or as `NonTensorData` that holds a list or an object array with "

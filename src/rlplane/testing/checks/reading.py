@@ -9,9 +9,7 @@ import torch
 from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.expectations import equal, has_column, jagged, objects, refuses, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Reading")
+from rlplane.testing.promises import promise
 
 ORDER = (
     "Rows in the order asked, also when an id is asked for twice; fields exactly those named, in that order."

@@ -17,9 +17,7 @@ from rlplane.testing.expectations import (
     took,
 )
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Registering")
+from rlplane.testing.promises import promise
 
 REPLACES = "Registering again replaces the schema and the task list."
 CURSORS = (

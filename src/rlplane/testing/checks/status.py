@@ -8,9 +8,7 @@ import torch
 
 from rlplane.testing.expectations import equal, expect, times_out
 from rlplane.testing.plane import Partition, Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("The rest")
+from rlplane.testing.promises import promise
 
 STATUS = (
     "`partition_status`: a dict with `partition_id`, `num_samples` (declared), `samples` (live), "

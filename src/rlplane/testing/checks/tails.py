@@ -6,9 +6,7 @@ import torch
 
 from rlplane.testing.expectations import times_out, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Claiming")
+from rlplane.testing.promises import promise
 
 TAIL = (
     "`blocking=True` waits for `batch_size` samples, or for the tail: exactly the declared "
@@ -72,7 +70,7 @@ def a_tail_does_not_wait_for_samples_that_were_cleared(plane: Plane) -> None:
     took("the tail", claim.result("a claim whose last missing sample was cleared"), "ab")
 
 
-@promise(TAIL)
+@promise(TAIL, feature="where")
 def a_tail_does_not_wait_for_samples_that_do_not_match(plane: Plane) -> None:
     part = plane.partition(num_samples=4)
     part.put("abcd", {"x": torch.zeros(4)}, [{"v": 1}, {"v": 2}, {"v": 1}, {}])

@@ -5,9 +5,7 @@ from __future__ import annotations
 from rlplane.errors import ClaimTimeoutError
 from rlplane.testing.expectations import equal, expect, refuses, times_out, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Claiming")
+from rlplane.testing.promises import promise
 
 WAITS = "`blocking=True` waits for `batch_size` samples"
 TIMEOUT = (
@@ -29,7 +27,7 @@ def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: Plane)
     took("what is left", part.claim_ready(required=["x", "y"]), "c")
 
 
-@promise(WAITS)
+@promise(WAITS, feature="where")
 def a_waiting_claim_is_woken_by_tags_that_make_samples_match(plane: Plane) -> None:
     part = plane.partition()
     part.put_numbers("abc")
@@ -74,7 +72,7 @@ def a_claim_that_times_out_says_how_many_were_ready_and_claims_nothing(plane: Pl
     took("a claim after the timeouts", part.claim_ready(), "ab")
 
 
-@promise(TIMEOUT)
+@promise(TIMEOUT, feature="where")
 def a_timeout_counts_only_samples_that_match(plane: Plane) -> None:
     part = plane.partition()
     part.put("abc", None, [{"v": 1}, {"v": 2}, {"v": 1}])

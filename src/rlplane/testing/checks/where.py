@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlplane.testing.expectations import refuses, times_out, took
 from rlplane.testing.plane import Plane
-from rlplane.testing.promises import promises_of
+from rlplane.testing.promises import promise
 
-promise = promises_of("Claiming", feature="where")
+promise = partial(promise, feature="where")
 
 CONDITIONS = (
     "`where` maps a tag to a value (equality) or to conditions, all of which must hold: `==`, `!=`, "

@@ -11,9 +11,7 @@ from tensordict import NonTensorData, TensorDict
 
 from rlplane.testing.expectations import equal, expect, jagged, objects, refuses, strided, took
 from rlplane.testing.plane import Partition, Plane
-from rlplane.testing.promises import promises_of
-
-promise = promises_of("Writing")
+from rlplane.testing.promises import promise
 
 TOGETHER = "All or nothing: fields, tags and readiness of all rows appear together, or none do."
 REFUSED = (

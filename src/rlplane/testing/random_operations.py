@@ -1,0 +1,332 @@
+"""The operations of the state machine, and how each is compared with the model. Needs hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tensordict import TensorDict
+
+from rlplane.errors import ClaimTimeoutError
+from rlplane.interfaces import KVBatchMeta
+from rlplane.testing.expectations import (
+    equal,
+    expect,
+    has_column,
+    jagged,
+    objects,
+    records_warnings,
+    refuses,
+    took,
+)
+from rlplane.testing.model import ModelPartition
+from rlplane.testing.plane import Partition, Plane
+
+__all__ = ["DataPlaneMachine"]
+
+FIELDS = ("scalar", "tokens", "payload")
+TASKS = ("train", "eval", "extra")
+GROUP_SIZE = 2
+IDS = {"plain": [f"s{i}" for i in range(10)], "grouped": [f"p{i}_g{j}" for i in range(4) for j in range(2)]}
+
+
+class Row(NamedTuple):
+    """What the model keeps of a row."""
+
+    kind: str  # "dense", "nested" or "object"
+    value: Any
+
+
+flows = st.sampled_from(["plain", "grouped"])
+some_fields = st.lists(st.sampled_from(FIELDS), unique=True, max_size=3)
+tag_dicts = st.fixed_dictionaries(
+    {},
+    optional={
+        "v": st.integers(0, 3),
+        "w": st.sampled_from(["x", "y", 1]),
+        "input_lengths": st.integers(0, 9),
+    },
+)
+conditions = st.fixed_dictionaries(
+    {},
+    optional={
+        "v": st.one_of(
+            st.integers(0, 3),
+            st.dictionaries(
+                st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), st.integers(0, 3), max_size=2
+            ),
+            st.fixed_dictionaries({"in": st.lists(st.integers(0, 3), max_size=3)}),
+            st.fixed_dictionaries({"not in": st.lists(st.integers(0, 3), max_size=3)}),
+        ),
+        "w": st.one_of(st.sampled_from(["x", "y", 1]), st.fixed_dictionaries({"<": st.just("y")})),
+    },
+)
+payloads = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=3), st.binary(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+class DataPlaneMachine(RuleBasedStateMachine):
+    """One plane and one model of it."""
+
+    @staticmethod
+    def factory() -> Any:
+        """The factory of the planes; ``data_plane_state_machine`` sets it."""
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = Plane(self.factory())
+        self.limitations = set(self.plane.limitations)
+        self.parts: dict[str, Partition] = {}
+        self.models: dict[str, ModelPartition] = {}
+        self.receipts: list[tuple[str, KVBatchMeta]] = []
+
+    def teardown(self) -> None:
+        """Compare everything once more, then give the plane back."""
+        try:
+            for flow, model in self.models.items():
+                for name in FIELDS:
+                    ids = [i for i, sample in model.samples.items() if name in sample.rows]
+                    self._read(flow, ids, [name])
+        finally:
+            self.plane.close()
+
+    @initialize(announced=st.integers(0, 12))
+    def register(self, announced: int) -> None:
+        """Both partitions, with their first two tasks."""
+        for flow in IDS:
+            if flow == "grouped" and "groups" in self.limitations:
+                continue
+            size = GROUP_SIZE if flow == "grouped" else None
+            self.models[flow] = ModelPartition(size, announced, list(TASKS[:2]))
+            self.parts[flow] = self.plane.partition(FIELDS, announced, TASKS[:2], group_size=size)
+
+    @rule(
+        flow=flows,
+        announced=st.integers(0, 12),
+        tasks=st.lists(st.sampled_from(TASKS), unique=True, min_size=1),
+    )
+    def register_again(self, flow: str, announced: int, tasks: list[str]) -> None:
+        """Another number of samples, other tasks."""
+        if flow in self.parts:
+            size = self.models[flow].group_size
+            self.parts[flow].register(FIELDS, announced, tasks, group_size=size)
+            self.models[flow].register(announced, list(tasks))
+
+    @rule(flow=flows, names=some_fields, with_tags=st.booleans(), data=st.data())
+    def put(self, flow: str, names: list[str], with_tags: bool, data: st.DataObject) -> None:
+        """Write new samples, and write old ones again."""
+        if flow not in self.parts:
+            return
+        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, max_size=6), "ids")
+        names = [name for name in names if name != "payload" or "objects" not in self.limitations]
+        rows = {name: data.draw(_rows(name, len(ids)), name) for name in names} if ids else {}
+        tags = (
+            data.draw(st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags")
+            if with_tags
+            else None
+        )
+        receipt = self.parts[flow].put(ids, _batch(rows, len(ids)) if rows else None, tags)
+        self.models[flow].put(ids, rows, tags or [{} for _ in ids])
+        took("the receipt of a write", receipt, ids)
+        if rows:
+            equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
+            self.receipts.append((flow, receipt))
+
+    @rule(
+        flow=flows, data=st.data(), fault=st.sampled_from(["an id twice", "a row too many", "a tag too many"])
+    )
+    def put_what_is_refused(self, flow: str, fault: str, data: st.DataObject) -> None:
+        """A bad write; that it wrote nothing shows in everything that follows."""
+        if flow not in self.parts:
+            return
+        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, min_size=1, max_size=4), "ids")
+        tags: list[dict[str, Any]] = [{"v": 99} for _ in ids]
+        columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
+        if fault == "an id twice":
+            ids = [*ids, ids[0]]
+            tags.append({"v": 99})
+            columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
+        elif fault == "a row too many":
+            columns = TensorDict({"scalar": torch.full((len(ids) + 1,), -1)}, [len(ids) + 1])
+        else:
+            tags.append({"v": 99})
+        refuses(ValueError, f"a write with {fault}", self.parts[flow].put, ids, columns, tags)
+
+    @rule(flow=flows, required=some_fields, size=st.integers(1, 6), where=conditions, data=st.data())
+    def claim_what_is_ready(
+        self, flow: str, required: list[str], size: int, where: dict[str, Any], data: st.DataObject
+    ) -> None:
+        """A claim that does not wait."""
+        if flow not in self.parts:
+            return
+        task, size, where = self._claim_arguments(flow, size, where, data)
+        wanted = self.models[flow].ready(task, required, where)[:size]
+        meta = self.parts[flow].claim_ready(size, task=task, required=required, where=where or None)
+        self._claimed(flow, task, required, meta, wanted)
+
+    @rule(flow=flows, required=some_fields, size=st.integers(1, 6), where=conditions, data=st.data())
+    def claim_a_batch_or_the_tail(
+        self, flow: str, required: list[str], size: int, where: dict[str, Any], data: st.DataObject
+    ) -> None:
+        """A claim that waits; the model knows whether it would wait in vain."""
+        if flow not in self.parts:
+            return
+        task, size, where = self._claim_arguments(flow, size, where, data)
+        part, model = self.parts[flow], self.models[flow]
+        wanted = model.full_batch_or_tail(task, required, size, where)
+        how: dict[str, Any] = {"task": task, "required": required, "where": where or None}
+        if wanted is None:
+            vain = self.plane.short / 10
+            error = refuses(ClaimTimeoutError, f"a claim of {size}", part.claim, size, timeout_s=vain, **how)
+            equal("the number that was ready", error.ready, len(model.ready(task, required, where)))
+        else:
+            self._claimed(flow, task, required, part.claim(size, **how), wanted)
+
+    @rule(flow=flows, names=st.lists(st.sampled_from(FIELDS), unique=True, min_size=1), data=st.data())
+    def get_samples(self, flow: str, names: list[str], data: st.DataObject) -> None:
+        """A read in any order, with repeats, perhaps of what is not there."""
+        if flow not in self.parts:
+            return
+        live = [i for i, s in self.models[flow].samples.items() if all(name in s.rows for name in names)]
+        anything = st.sampled_from(IDS[flow])
+        ids = data.draw(st.lists(st.sampled_from(live) if live else anything, max_size=8), "ids")
+        if data.draw(st.integers(0, 9), "one more, perhaps missing") == 0:
+            ids.append(data.draw(anything, "the one more"))
+        self._read(flow, ids, names)
+
+    @precondition(lambda self: self.receipts)
+    @rule(data=st.data())
+    def get_data(self, data: st.DataObject) -> None:
+        """A read by an old receipt, which may be out of date."""
+        flow, meta = data.draw(st.sampled_from(self.receipts), "receipt")
+        if meta.fields:
+            self._read(flow, meta.sample_ids, meta.fields, meta)
+
+    @rule(flow=flows, data=st.data())
+    def clear(self, flow: str, data: st.DataObject) -> None:
+        """Drop some samples; of a group all, since the contract does not say what half a group becomes."""
+        if flow not in self.parts:
+            return
+        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, max_size=4), "ids")
+        if flow == "grouped":
+            gone = {i.rpartition("_g")[0] for i in ids}
+            ids = [i for i in IDS[flow] if i.rpartition("_g")[0] in gone]
+        self.parts[flow].clear(ids)
+        self.models[flow].clear(ids)
+
+    @rule(flow=flows)
+    def clear_everything(self, flow: str) -> None:
+        """This client wrote all there is, so None drops it, or warns that there is nothing."""
+        if flow not in self.parts:
+            return
+        with records_warnings() as messages:
+            self.parts[flow].clear(None)
+        live = len(self.models[flow].samples)
+        expect(bool(messages) != bool(live), f"a clear of {live} samples gave the warnings {messages}")
+        self.models[flow].clear(list(self.models[flow].samples))
+
+    @rule(flow=flows, data=st.data())
+    def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
+        """Whether tasks are done, and which samples are live."""
+        if flow not in self.parts:
+            return
+        part, model = self.parts[flow], self.models[flow]
+        tasks = data.draw(st.lists(st.sampled_from(model.tasks), unique=True, min_size=1), "tasks")
+        equal(f"whether {tasks} are done", part.is_consumed(*tasks), model.is_consumed(tasks))
+        try:
+            listed = part.client.list_sample_ids(part.name)
+        except NotImplementedError:
+            return
+        equal("the live samples", listed, list(model.samples))
+
+    def _claim_arguments(
+        self, flow: str, size: int, where: dict[str, Any], data: st.DataObject
+    ) -> tuple[str, int, dict[str, Any]]:
+        task = data.draw(st.sampled_from(self.models[flow].tasks), "task")
+        size *= self.models[flow].group_size or 1
+        return task, size, {} if "where" in self.limitations else where
+
+    def _claimed(
+        self, flow: str, task: str, required: list[str], meta: KVBatchMeta, wanted: list[str]
+    ) -> None:
+        model = self.models[flow]
+        took(f"a claim of {task!r} on {required}", meta, wanted)
+        tags = [model.samples[i].tags for i in wanted]
+        equal("the tags of a claim", meta.tags or [], tags)
+        equal("the task of a claim", meta.task_name, task)
+        equal("the fields of a claim", meta.fields, required)
+        if wanted:
+            lengths = [tag.get("input_lengths") for tag in tags]
+            equal("the lengths of a claim", meta.sequence_lengths, None if None in lengths else lengths)
+            self.receipts.append((flow, meta))
+        model.take(task, wanted)
+
+    def _read(
+        self, flow: str, ids: Sequence[str], names: Sequence[str], meta: KVBatchMeta | None = None
+    ) -> None:
+        part, samples = self.parts[flow], self.models[flow].samples
+
+        def read() -> TensorDict:
+            return part.get(ids, names) if meta is None else part.client.get_data(meta)
+
+        if any(i not in samples or name not in samples[i].rows for i in ids for name in names):
+            refuses(KeyError, f"a read of {list(names)} of {list(ids)}", read)
+            return
+        columns = {name: [samples[i].rows[name] for i in ids] for name in names}
+        if any(len(_dtypes(rows)) > 1 for rows in columns.values()):
+            refuses(ValueError, f"a read of several dtypes of {list(names)} of {list(ids)}", read)
+            return
+        batch = read()
+        equal("the batch size of a read", list(batch.batch_size), [len(ids)])
+        for name, rows in columns.items() if ids else ():
+            has_column(f"a read of {list(ids)}", batch, name, [row.value for row in rows], _layout(rows))
+
+
+def _rows(name: str, count: int) -> st.SearchStrategy[list[Row]]:
+    """Rows of one column of one write."""
+    if name == "payload":
+        return st.lists(payloads.map(lambda value: Row("object", value)), min_size=count, max_size=count)
+    number = st.integers(-100, 100)
+    if name == "scalar":
+        return st.lists(number.map(lambda n: Row("dense", torch.tensor(n))), min_size=count, max_size=count)
+    dtype = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.bfloat16])
+    dense_lengths = st.integers(0, 3).map(lambda n: ("dense", [n] * count))
+    nested_lengths = st.lists(st.integers(0, 4), min_size=count, max_size=count).map(lambda n: ("nested", n))
+    return st.builds(
+        lambda start, dtype, kind_and_lengths: [
+            Row(kind_and_lengths[0], (torch.arange(length) + start + index).to(dtype))
+            for index, length in enumerate(kind_and_lengths[1])
+        ],
+        number,
+        dtype,
+        st.one_of(dense_lengths, nested_lengths),
+    )
+
+
+def _batch(columns: Mapping[str, Sequence[Row]], count: int) -> TensorDict:
+    made = {}
+    for name, rows in columns.items():
+        values = [row.value for row in rows]
+        build = {"object": objects, "nested": jagged, "dense": torch.stack}[rows[0].kind]
+        made[name] = build(values)  # type: ignore[operator]
+    return TensorDict(made, [count])
+
+
+def _dtypes(rows: Sequence[Row]) -> set[torch.dtype]:
+    return {row.value.dtype for row in rows if isinstance(row.value, torch.Tensor)}
+
+
+def _layout(rows: Sequence[Row]) -> str:
+    if rows[0].kind == "object":
+        return "objects"
+    alike = all(row.kind == "dense" for row in rows) and len({row.value.shape for row in rows}) == 1
+    return "dense" if alike else "jagged"

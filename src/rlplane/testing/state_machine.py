@@ -1,0 +1,46 @@
+"""Random operations on a plane, each compared with a dictionary model: a hypothesis state machine.
+
+``TestMyPlane = data_plane_state_machine(factory).TestCase`` is a test that pytest and unittest find.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rlplane.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from hypothesis.stateful import RuleBasedStateMachine
+
+__all__ = ["data_plane_state_machine"]
+
+
+def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
+    """The state machine for the planes that ``factory`` makes; see ``check_data_plane`` for factories.
+
+    It writes dense, jagged and object columns and tags, overwrites them, claims with and without conditions
+    and groups, reads in any order, clears and registers again, for two partitions with two tasks each. A
+    feature that the adapter declares as a limitation (``groups``, ``where``, ``objects``) is left out.
+
+    Raises:
+        MissingExtraError: hypothesis is not installed.
+    """
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError as exc:
+        raise MissingExtraError(
+            "the state machine needs hypothesis, which is not installed: pip install hypothesis"
+        ) from exc
+    from rlplane.testing.random_operations import DataPlaneMachine
+
+    return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(_Fixed(factory))})
+
+
+class _Fixed:
+    """Gives the factory back, whatever kind of object it is: a class attribute could become a method."""
+
+    def __init__(self, factory: Any) -> None:
+        self._factory = factory
+
+    def __call__(self) -> Any:
+        return self._factory
