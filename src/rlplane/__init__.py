@@ -4,20 +4,26 @@
 #
 #   interfaces.py      DataPlaneClient, KVBatchMeta and the config types: all that a trainer needs to know
 #   errors.py          every error, its hierarchy drawn in the docstring
-#   config.py          load_config: a file, a mapping or an exemplar, with environment and overrides
+#   config.py          load_config: a file, a mapping or one of exemplars/, with environment and overrides
 #   factory.py         build_data_plane_client: engines by name, loaded when asked for
 #   codec.py           padded <-> jagged columns
 #   columns.py         kv_first_write, read_columns, write_columns
 #   sharding.py        shard_meta_for_dp
-#   objects.py         how objects in columns and tags travel
+#
 #   rules.py           what a request may be, and tag conditions
+#   objects.py         how objects in columns and tags travel
+#   index.py           the control state of a plane, without I/O; its parts are partition.py and ready.py,
+#                      and persist.py turns it into bytes and back
 #   adapters/local/    one machine: memory (inside the process) and shm (many processes)
-#   adapters/transfer_queue.py   a cluster, on Ray
-#   observability.py   the wrapper that measures every operation
+#   adapters/transfer_queue/   a cluster, on Ray
+#
+#   observability/     the wrapper that measures every operation
 #   transfer_stats.py  transfers between workers, mergeable
 #   transport/         typed messages over ZMQ
 #   metrics/           the live metrics service
+#   viewing/           what the views of a running plane share
 #   report.py, sinks/, tui/, web/, cli/   what people look at
+#
 #   testing/           the conformance suite for any engine
 #   bench/             us, the peers and the machine's limit, side by side
 #

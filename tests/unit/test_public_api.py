@@ -1,0 +1,81 @@
+"""The names of the package: complete, sorted, loaded when used."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlplane
+from rlplane import codec, columns, errors, interfaces
+
+SOURCE = Path(rlplane.__file__)
+
+
+def test_all_is_sorted_and_has_no_doubles() -> None:
+    assert rlplane.__all__ == sorted(set(rlplane.__all__))
+
+
+@pytest.mark.parametrize("name", rlplane.__all__)
+def test_every_public_name_can_be_used(name: str) -> None:
+    assert getattr(rlplane, name) is not None
+
+
+def test_all_names_what_type_checkers_are_shown() -> None:
+    shown = {
+        alias.name
+        for node in ast.walk(ast.parse(SOURCE.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlplane.")
+        for alias in node.names
+    }
+    assert {*shown, "__version__"} == set(rlplane.__all__)
+
+
+def test_every_error_and_every_part_of_the_contract_is_public() -> None:
+    assert set(errors.__all__) <= set(rlplane.__all__)
+    assert set(interfaces.__all__) <= set(rlplane.__all__)
+    helpers = {"as_column", "row_lengths", "LENGTH_TAG"}  # for adapters, from the module that owns them
+    assert {*codec.__all__, *columns.__all__} - helpers <= set(rlplane.__all__)
+
+
+def test_a_public_name_is_the_one_of_its_module() -> None:
+    assert rlplane.KVBatchMeta is interfaces.KVBatchMeta
+    assert rlplane.ConfigError is errors.ConfigError
+
+
+def test_dir_lists_names_before_they_are_loaded() -> None:
+    assert set(rlplane.__all__) <= set(dir(rlplane))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'rlplane' has no attribute 'nope'"):
+        _ = rlplane.nope
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert rlplane.__version__ == version("rlplane")
+
+
+def test_the_layout_comment_names_every_part_of_the_package() -> None:
+    comment = "\n".join(line for line in SOURCE.read_text().splitlines() if line.startswith("#"))
+    parts = {path.stem if path.is_file() else path.name for path in SOURCE.parent.iterdir()}
+    parts -= {"__init__", "__pycache__", "py"}
+    assert sorted(part for part in parts if part not in comment) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import rlplane",
+        "from rlplane import load_config; load_config('shm')",
+        "import rlplane.interfaces, rlplane.errors, rlplane.sharding",
+        "import rlplane.factory",
+    ],
+)
+def test_what_needs_no_tensors_loads_no_torch(statement: str) -> None:
+    script = f"{statement}\nimport sys\nassert 'torch' not in sys.modules and 'yaml' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
