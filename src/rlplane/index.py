@@ -50,7 +50,7 @@ class ControlState:
         self.answers: list[tuple[Any, Any]] = []
         self.freed: list[int] = []
         self._waiting_puts: deque[Put] = deque()
-        self._stamp = 0
+        self.stamp = 0
         self._block_rows: dict[int, int] = {}
         self._block_home: dict[int, tuple[Partition, int]] = {}
 
@@ -160,6 +160,24 @@ class ControlState:
             partition.return_rows(partition.tasks[task], partition.live_rows(ids))
             self._serve(partition)
 
+    def adopt_blocks(self, partition: Partition, blocks: NDArray[np.int64], sizes: dict[int, int]) -> None:
+        """Count the rows of blocks that a restored column refers to."""
+        used, rows = np.unique(blocks[blocks >= 0], return_counts=True)
+        for block, count in zip(used.tolist(), rows.tolist(), strict=True):
+            self._block_rows[block] = count
+            self._block_home[block] = (partition, sizes[block])
+            partition.nbytes += sizes[block]
+
+    def parked(self) -> list[Any]:
+        """The tokens of all requests that wait."""
+        claims = [
+            claim.token
+            for partition in self.partitions.values()
+            for task in partition.tasks.values()
+            for claim in task.waiters
+        ]
+        return [put.token for put in self._waiting_puts] + claims
+
     def holds(self, block: int) -> bool:
         """Whether a sample refers to the block."""
         return block in self._block_rows
@@ -206,9 +224,9 @@ class ControlState:
     # How writes, waits and blocks work together.
 
     def _write(self, partition: Partition, put: Put) -> None:
-        self._stamp += 1
+        self.stamp += 1
         before = len(partition.rows)
-        replaced = partition.write(put, self._stamp)
+        replaced = partition.write(put, self.stamp)
         self.live += len(partition.rows) - before
         if put.ids:
             sizes = put.nbytes or [0] * len(put.blocks)

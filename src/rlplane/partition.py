@@ -23,6 +23,7 @@ Rows = NDArray[np.int64]
 # A field's production is stamped (put number, position in the put): the order of readiness.
 _STAMP_BITS = 32
 NOBODY = -1
+_NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 class Put:
@@ -207,6 +208,12 @@ class Partition:
                 if new or put.tags is not None or not put.blocks.keys().isdisjoint(required):
                     self._offer(task, required, queue, rows)
         return replaced
+
+    def adopt(self, ids: list[str], tags: list[dict[str, Any]], born: NDArray[np.float64]) -> Rows:
+        """Make the samples of a checkpoint, without fields; return their rows."""
+        rows, _ = self._rows_for(Put(self.spec.partition_id, ids, {}, tags)) if ids else (_NO_ROWS, 0)
+        self.born[rows] = born
+        return rows
 
     # Who wrote what: a bit per writer and row, because a sample can have several writers.
 

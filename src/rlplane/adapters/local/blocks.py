@@ -12,46 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 from torch import Tensor
 
+from rlplane.adapters.local.wire import Layout
 from rlplane.errors import InvalidRequestError
 from rlplane.objects import decode_object, encode_objects
 
 __all__ = ["Layout", "Source", "assemble", "open_block", "prepare"]
 
-_ALIGN = 64
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RUNS_WORTH_SLICING = 4
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
-
-
-class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """What the bytes of a block mean. It is on the wire and on disk: new fields come last."""
-
-    kind: str  # dense, jagged, object or enum
-    dtype: str
-    shape: tuple[int, ...]  # of one row; for jagged, of one element of a row
-    rows: int
-    values_nbytes: int
-    vocabulary: list[str] | None = None
-
-    @property
-    def offsets_at(self) -> int:
-        """Where the offsets are, counted from the start of the block."""
-        return -(-self.values_nbytes // _ALIGN) * _ALIGN
-
-    @property
-    def nbytes(self) -> int:
-        """The block's size, padded so that the next one is aligned."""
-        if self.kind in ("jagged", "object"):
-            return -(-(self.offsets_at + 8 * (self.rows + 1)) // _ALIGN) * _ALIGN
-        return self.offsets_at
 
 
 @dataclass(frozen=True, slots=True)

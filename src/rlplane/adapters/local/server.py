@@ -1,0 +1,325 @@
+"""The controller process of the shared-memory engine: sockets, files and time around a Controller.
+
+One thread, one loop. Requests come over a ZMQ socket. Beside it every client keeps a plain Unix socket open:
+the kernel closes it when the client dies, so a death is noticed at once and a stopped client is not taken for
+a dead one; dropped leases come the same way, because a finalizer may write to it from any thread.
+
+It imports no torch, so that it starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from rlplane.adapters.local import wire
+from rlplane.adapters.local.arena import Arena
+from rlplane.adapters.local.controller import Caller, Controller
+from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, left_overs, remove_if_dead
+
+__all__ = ["Server", "main", "serve"]
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE = 256 * 2**20
+_HELLO = struct.Struct("<4sQB")  # magic, pid, whether it is the bootstrap client
+_WELCOME = struct.Struct("<4sQ")  # magic, owner number
+_LEASE = struct.Struct("<Q")
+MAGIC = b"rlp1"
+BYE = b"bye"
+_BOOTSTRAP_MUST_CONNECT_S = 30.0
+_SPARE_FREE, _SPARE_TAKEN, _SPARE_REVOKED = 0, 1, 2
+
+
+class Server:
+    """A plane's controller, until it is told to stop."""
+
+    def __init__(self, cfg: Mapping[str, Any], *, needs_bootstrap: bool = False) -> None:
+        for path in left_overs():
+            remove_if_dead(path)
+        self.dir = PlaneDir.create()
+        self._files: dict[int, int] = {}
+        arena = Arena(
+            int(cfg["global_segment_size"]),
+            self._create_segment,
+            self._destroy_segment,
+            segment_size=cfg.get("segment_size"),
+        )
+        self.controller = Controller(
+            int(cfg["storage_capacity"]), arena, self._send, self._revoke, self._grant
+        )
+        self._context = zmq.Context(io_threads=1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 500)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.bind(self.dir.control)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(self.dir.alive)
+        os.chmod(self.dir.alive, 0o600)
+        self._listener.listen(1024)
+        self._listener.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._clients: dict[int, tuple[socket.socket, int]] = {}
+        self._bootstrap: int | None = None
+        self._bootstrap_deadline = time.monotonic() + _BOOTSTRAP_MUST_CONNECT_S if needs_bootstrap else None
+        self._next_owner = 0
+        self._locks: dict[int, int] = {}
+        spares = os.open(self.dir.spares, os.O_RDWR | os.O_CLOEXEC)
+        self._spares = mmap.mmap(spares, SPARE_SLOTS)
+        os.close(spares)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._stopping = False
+        self.malformed = 0
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`, a shutdown request, or the death of the bootstrap client."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._epoll.fileno(), zmq.POLLIN)
+        try:
+            while not self._stopping:
+                self._set_time()
+                wait = min(self.controller.next_deadline() - self.controller.now, 1.0)
+                events = dict(poller.poll(max(0, int(wait * 1000) + (wait > 0))))
+                self._set_time()
+                if self._epoll.fileno() in events:
+                    self._serve_clients()
+                if self._router in events:
+                    self._serve_requests()
+                self.controller.expire()
+                if not events:
+                    self.controller.give_back_idle()
+                if self._bootstrap_deadline is not None and time.monotonic() > self._bootstrap_deadline:
+                    logger.error("the bootstrap client never connected; ending")
+                    self._stopping = True
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Make :meth:`run` return. Safe in a signal handler."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Give up the sockets and remove the plane's directory."""
+        for client, _ in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self._epoll.close()
+        self._listener.close()
+        self._context.destroy(linger=500)
+        for fd in [*self._files.values(), *self._locks.values()]:
+            os.close(fd)
+        self._files.clear()
+        self._locks.clear()
+        self.dir.remove()
+
+    def _set_time(self) -> None:
+        self.controller.now, self.controller.wall = time.monotonic(), time.time()
+
+    # Requests
+
+    def _serve_requests(self) -> None:
+        # Bounded, so that a flood of requests cannot keep a death or a timeout from being noticed.
+        for _ in range(256):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                address, number_frame, body = frames
+                if len(number_frame) != 8:
+                    raise ValueError(f"a request number of {len(number_frame)} bytes")
+                envelope = wire.envelope_decoder.decode(body)
+            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+                self._count_malformed(error)
+                continue
+            caller = Caller(envelope.owner, int.from_bytes(number_frame, "little"), address)
+            if isinstance(envelope.request, wire.Shutdown) and envelope.owner == self._bootstrap:
+                self._send(caller, wire.Done())
+                self._stopping = True
+                return
+            try:
+                self.controller.handle(caller, envelope)
+            except Exception as error:
+                logger.exception("a %s request failed", type(envelope.request).__name__)
+                self._send(caller, wire.Failure("", f"{type(error).__name__}: {error}"))
+
+    def _count_malformed(self, error: Exception) -> None:
+        self.malformed += 1
+        if self.malformed == 1:
+            logger.warning("ignored a malformed request (%s); further ones are only counted", error)
+
+    def _send(self, caller: Caller, answer: wire.Answer) -> None:
+        frames = [caller.address, caller.number.to_bytes(8, "little"), self._encoder.encode(answer)]
+        with contextlib.suppress(zmq.ZMQError):  # the caller may be gone
+            self._router.send_multipart(frames, zmq.NOBLOCK)
+
+    # Clients
+
+    def _serve_clients(self) -> None:
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._listener.fileno():
+                self._accept()
+            elif fd in self._clients:
+                self._hear(fd)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError as error:
+            logger.error("cannot accept a client: %s", error)
+            return
+        client.setblocking(False)
+        self._clients[client.fileno()] = (client, -1)
+        self._epoll.register(client.fileno(), select.EPOLLIN)
+
+    def _hear(self, fd: int) -> None:
+        client, owner = self._clients[fd]
+        for _ in range(256):
+            try:
+                message = client.recv(4096)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if owner < 0:
+                owner = self._welcome(fd, client, message)
+                if owner < 0:
+                    return
+            elif not message or message == BYE:
+                self._farewell(fd, died=not message)
+                return
+            elif len(message) == _LEASE.size:
+                self.controller.release(owner, _LEASE.unpack(message)[0])
+            else:
+                self._count_malformed(ValueError(f"{len(message)} bytes on a client's socket"))
+
+    def _welcome(self, fd: int, client: socket.socket, message: bytes) -> int:
+        try:
+            magic, pid, is_bootstrap = _HELLO.unpack(message)
+            if magic != MAGIC:
+                raise ValueError(f"magic {magic!r}")
+        except (struct.error, ValueError) as error:
+            if message:
+                self._count_malformed(error)
+            self._drop(fd)
+            return -1
+        owner, self._next_owner = self._next_owner, self._next_owner + 1
+        lock = os.open(self.dir.client_lock(owner), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._locks[owner] = lock
+        self._spares[owner % SPARE_SLOTS] = _SPARE_REVOKED
+        if is_bootstrap:
+            self._bootstrap, self._bootstrap_deadline = owner, None
+        self.controller.connect(owner)
+        self._clients[fd] = (client, owner)
+        logger.info("client %d connected (pid %d)", owner, pid)
+        with contextlib.suppress(OSError):
+            client.send(_WELCOME.pack(MAGIC, owner))
+        return owner
+
+    def _farewell(self, fd: int, *, died: bool) -> None:
+        owner = self._clients[fd][1]
+        self._drop(fd)
+        self.controller.disconnect(owner, died=died)
+        with contextlib.suppress(OSError):
+            os.close(self._locks.pop(owner))
+            os.unlink(self.dir.client_lock(owner))
+        if owner == self._bootstrap and died:
+            logger.warning("the bootstrap client died; ending the plane")
+            self._stopping = True
+
+    def _drop(self, fd: int) -> None:
+        client, _ = self._clients.pop(fd)
+        self._epoll.unregister(fd)
+        client.close()
+
+    # Spare extents: a client may take its spare without asking, the controller may take it back.
+
+    def _grant(self, owner: int) -> None:
+        self._spares[owner % SPARE_SLOTS] = _SPARE_FREE
+
+    def _revoke(self, owner: int) -> bool:
+        lock = self._locks.get(owner)
+        if lock is None:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        try:
+            if self._spares[owner % SPARE_SLOTS] != _SPARE_FREE:
+                return False
+            self._spares[owner % SPARE_SLOTS] = _SPARE_REVOKED
+            return True
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    # Segments
+
+    def _create_segment(self, number: int, size: int) -> None:
+        fd = os.open(self.dir.segment(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            os.unlink(self.dir.segment(number))
+            raise
+        self._files[number] = fd
+
+    def _destroy_segment(self, number: int) -> None:
+        fd = self._files.pop(number)
+        # Truncating frees the pages at once, even while clients still have the file mapped.
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(self.dir.segment(number))
+
+
+def serve(cfg: Mapping[str, Any], *, announce: Any = None, needs_bootstrap: bool = False) -> None:
+    """Run a controller in this process until SIGTERM or SIGINT; ``announce(address)`` when it is ready."""
+    server = Server(cfg, needs_bootstrap=needs_bootstrap)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    if announce is not None:
+        announce(server.dir.address)
+    server.run()
+
+
+def main() -> None:
+    """``python -m rlplane.adapters.local.server``: what the bootstrap client starts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True, help="the resolved config, as JSON")
+    parser.add_argument("--ready-fd", type=int, required=True, help="the address is written here")
+    options = parser.parse_args()
+    logging.basicConfig(level=os.environ.get("RLPLANE_LOG_LEVEL", "WARNING").upper(), stream=sys.stderr)
+    # Ctrl-C goes to the whole group; the bootstrap client decides when the plane ends.
+    os.setpgid(0, 0) if os.getpgid(0) != os.getpid() else None
+
+    def announce(address: str) -> None:
+        os.write(options.ready_fd, address.encode())
+        os.close(options.ready_fd)
+
+    serve(json.loads(options.config), announce=announce, needs_bootstrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The control state as bytes: what a checkpoint keeps of it, and how it is built again.
+
+Rows are written in the order of their birth, so row numbers do not survive; block numbers are mapped to
+those of the plane that loads. Queues are not kept: they follow from the stamps of the fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.errors import CheckpointError
+from rlplane.index import ControlState
+from rlplane.partition import NOBODY, Column, Partition
+from rlplane.rules import PartitionSpec
+
+__all__ = ["SCHEMA_VERSION", "dump_state", "restore_state"]
+
+SCHEMA_VERSION = 1
+
+
+class _Column(msgspec.Struct):
+    name: str
+    declared: bool
+    blocks: bytes
+    positions: bytes
+    stamps: bytes
+
+
+class _Task(msgspec.Struct):
+    name: str
+    claimed: bytes
+    unfinished: bytes
+
+
+class _Partition(msgspec.Struct):
+    spec: PartitionSpec
+    written: int
+    ids: list[str]
+    tags: list[dict[str, Any]]
+    born: bytes
+    columns: list[_Column]
+    tasks: list[_Task]
+
+
+class _State(msgspec.Struct):
+    version: int
+    stamp: int
+    partitions: list[_Partition]
+
+
+def dump_state(state: ControlState) -> bytes:
+    """All partitions with their samples, tags, places, cursors and unfinished claims."""
+    partitions = []
+    for partition in state.partitions.values():
+        rows = partition.live_rows(None)
+        columns = [
+            _Column(
+                name,
+                column.declared,
+                column.block[rows].tobytes(),
+                column.position[rows].tobytes(),
+                column.stamp[rows].tobytes(),
+            )
+            for name, column in partition.columns.items()
+        ]
+        tasks = [
+            _Task(name, task.claimed[rows].tobytes(), (task.owner[rows] != NOBODY).tobytes())
+            for name, task in partition.tasks.items()
+        ]
+        ids, tags = partition.ids[rows].tolist(), partition.tags[rows].tolist()
+        born = partition.born[rows].tobytes()
+        partitions.append(_Partition(partition.spec, partition.written, ids, tags, born, columns, tasks))
+    return msgspec.msgpack.encode(_State(SCHEMA_VERSION, state.stamp, partitions))
+
+
+def restore_state(
+    data: bytes,
+    numbers: dict[int, int],
+    sizes: dict[int, int],
+    capacity: int | None,
+    *,
+    release_claims: bool = False,
+) -> ControlState:
+    """Build a state from ``data``.
+
+    Args:
+        data: What :func:`dump_state` made.
+        numbers: The block numbers of this plane for those in ``data``.
+        sizes: The size in bytes of each block in ``data``.
+        capacity: Of this plane.
+        release_claims: Hand out again what had been claimed and not finished.
+    """
+    try:
+        dump = msgspec.msgpack.decode(data, type=_State)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"the checkpoint's control state cannot be decoded: {error}") from error
+    if dump.version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"the checkpoint has schema version {dump.version}; this rlplane reads {SCHEMA_VERSION}"
+        )
+    total = sum(len(partition.ids) for partition in dump.partitions)
+    if capacity is not None and total > capacity:
+        raise CheckpointError(f"the checkpoint has {total} samples; storage_capacity is {capacity}")
+    state = ControlState(capacity)
+    state.stamp = dump.stamp
+    state.live = total
+    for saved in dump.partitions:
+        partition = state.partitions[saved.spec.partition_id] = Partition(saved.spec)
+        rows = partition.adopt(saved.ids, saved.tags, np.frombuffer(saved.born, np.float64))
+        partition.written = saved.written
+        for item in saved.columns:
+            column = partition.columns.setdefault(item.name, Column(partition.size, item.declared))
+            blocks = _renumbered(np.frombuffer(item.blocks, np.int64), numbers)
+            column.block[rows] = blocks
+            column.position[rows] = np.frombuffer(item.positions, np.int32)
+            column.stamp[rows] = np.frombuffer(item.stamps, np.int64)
+            column.produced = int((blocks >= 0).sum())
+            state.adopt_blocks(partition, blocks, {numbers[old]: size for old, size in sizes.items()})
+        for cursor in saved.tasks:
+            claimed = np.frombuffer(cursor.claimed, bool).copy()
+            if release_claims:
+                claimed &= ~np.frombuffer(cursor.unfinished, bool)
+            task = partition.tasks[cursor.name]
+            task.claimed[rows] = claimed
+            task.count = int(claimed.sum())
+    return state
+
+
+def _renumbered(blocks: NDArray[np.int64], numbers: dict[int, int]) -> NDArray[np.int64]:
+    old, place = np.unique(blocks, return_inverse=True)
+    new = np.array([-1 if block < 0 else numbers[block] for block in old.tolist()], np.int64)
+    renumbered: NDArray[np.int64] = new[place] if len(blocks) else blocks
+    return renumbered
