@@ -27,7 +27,6 @@ from rlplane.errors import (
     CapacityTimeoutError,
     DataPlaneError,
     UnknownPartitionError,
-    UnknownTaskError,
 )
 from rlplane.partition import NOBODY, Batch, Claim, Partition, Put
 from rlplane.rules import PartitionSpec, check_claim
@@ -70,14 +69,7 @@ class ControlState:
         if partition is None:
             self.partitions[spec.partition_id] = Partition(spec)
             return
-        gone = partition.register(spec)
-        for claim in gone:
-            self.answers.append(
-                (
-                    claim.token,
-                    UnknownTaskError(f"task {claim.task!r} was removed by a new registration"),
-                )
-            )
+        self.answers.extend((claim.token, error) for claim, error in partition.register(spec))
         self._serve(partition)
 
     def put(self, put: Put) -> bool | None:

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.errors import ClaimTimeoutError, MissingDataError, UnknownFieldError, UnknownTaskError
+from rlplane.errors import (
+    ClaimTimeoutError,
+    DataPlaneError,
+    MissingDataError,
+    UnknownFieldError,
+    UnknownTaskError,
+)
 from rlplane.ready import GroupQueue, ReadyQueue, RowQueue
 from rlplane.rules import Condition, PartitionSpec, compile_where, group_of
 
@@ -77,10 +83,11 @@ class Batch:
 class Column:
     """One field: where each row's value is, and when it was first written."""
 
-    __slots__ = ("block", "declared", "position", "produced", "stamp")
+    __slots__ = ("block", "declared", "position", "produced", "stamp", "stamped")
 
     def __init__(self, size: int, declared: bool) -> None:
         self.declared = declared
+        self.stamped = False  # whether it was ever written
         self.produced = 0
         self.block = np.full(size, -1, np.int64)
         self.position = np.zeros(size, np.int32)
@@ -128,8 +135,8 @@ class Partition:
 
     # Registration
 
-    def register(self, spec: PartitionSpec) -> list[Claim]:
-        """Take a new schema; return the parked claims of tasks that are gone."""
+    def register(self, spec: PartitionSpec) -> list[tuple[Claim, DataPlaneError]]:
+        """Take a new schema; return the parked claims that it makes impossible, each with its error."""
         if spec.group_size != self.spec.group_size:
             if spec.group_size:
                 # Refused before anything changes when a live sample belongs to no group.
@@ -141,14 +148,29 @@ class Partition:
         self.spec = spec
         self.version += 1
         self.written = 0
-        for name, column in self.columns.items():
+        # A field that was ever written stays known; one that was only declared goes with its declaration.
+        kept = {
+            name: column for name, column in self.columns.items() if name in spec.fields or column.stamped
+        }
+        for name, column in kept.items():
             column.declared = name in spec.fields
-        for name in spec.fields:
-            if name not in self.columns:
-                self.columns[name] = Column(self.size, True)
-        gone = [
-            claim for name, task in self.tasks.items() if name not in spec.tasks for claim in task.waiters
-        ]
+        declared = {name: kept.get(name) or Column(self.size, True) for name in spec.fields}
+        self.columns = declared | kept
+        gone: list[tuple[Claim, DataPlaneError]] = []
+        for name, task in self.tasks.items():
+            for claim in task.waiters:
+                if name not in spec.tasks:
+                    gone.append((claim, UnknownTaskError(f"task {name!r} was removed by a new registration")))
+                elif not self.columns.keys() >= set(claim.fields):
+                    text = f"one of the fields {claim.fields} was removed by a new registration"
+                    gone.append((claim, UnknownFieldError(text)))
+            refused = [claim for claim, _ in gone]
+            task.waiters = [claim for claim in task.waiters if claim not in refused]
+            task.queues = {
+                required: queue
+                for required, queue in task.queues.items()
+                if self.columns.keys() >= set(required)
+            }
         self.tasks = {name: self.tasks.get(name) or Task(name, self.size) for name in spec.tasks}
         return gone
 
@@ -185,6 +207,7 @@ class Partition:
             column = self.columns.get(name)
             if column is None:
                 column = self.columns[name] = Column(self.size, False)
+            column.stamped = True
             old = column.block[rows]
             fresh = old < 0
             if fresh.all():

@@ -28,6 +28,7 @@ class _Column(msgspec.Struct):
     blocks: bytes
     positions: bytes
     stamps: bytes
+    stamped: bool
 
 
 class _Task(msgspec.Struct):
@@ -64,6 +65,7 @@ def dump_state(state: ControlState) -> bytes:
                 column.block[rows].tobytes(),
                 column.position[rows].tobytes(),
                 column.stamp[rows].tobytes(),
+                column.stamped,
             )
             for name, column in partition.columns.items()
         ]
@@ -119,6 +121,7 @@ def restore_state(
             column.position[rows] = np.frombuffer(item.positions, np.int32)
             column.stamp[rows] = np.frombuffer(item.stamps, np.int64)
             column.produced = int((blocks >= 0).sum())
+            column.stamped = item.stamped
             state.adopt_blocks(partition, blocks, {numbers[old]: size for old, size in sizes.items()})
         for cursor in saved.tasks:
             claimed = np.frombuffer(cursor.claimed, bool).copy()

@@ -62,6 +62,8 @@ class ShmDataPlaneClient(DataPlaneClient):
     pickled client does the same where it is unpickled.
     """
 
+    _address: str | None
+
     def __init__(self, cfg: DataPlaneConfig, *, bootstrap: bool = True) -> None:
         self._cfg = cfg
         self._bootstrap = bootstrap
@@ -73,7 +75,7 @@ class ShmDataPlaneClient(DataPlaneClient):
 
     def _set_up_unconnected(self, address: str | None) -> None:
         cfg = self._cfg
-        self._address: str | None = address
+        self._address = address
         self._allow_pickle = bool(cfg.get("allow_pickle", False))
         self._slab = int(cfg["local_buffer_size"])
         self._ack_timeout_s = cfg.get("ack_timeout_ms", _DEFAULT_ACK_TIMEOUT_MS) / 1000
