@@ -1,0 +1,293 @@
+"""The latest snapshot as Prometheus metrics: ``/metrics`` on the aggregator and on ``rlplane dash``.
+
+Nothing is counted here: each scrape reads one snapshot. Names are ``rlplane_<noun>_<unit>[_total]`` in base
+units. Labels are op, partition, task, state and kind, all of which the snapshot bounds; never a sample id, a
+worker or a run in a name that is kept per series.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rlplane.errors import MissingExtraError, PlaneConnectionError
+from rlplane.metrics.snapshot import GRIDS, MetricsSnapshot, SeriesStat, SessionState
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+__all__ = ["PrometheusServer", "SnapshotCollector", "render", "start_http"]
+
+GetSnapshot = Callable[[], MetricsSnapshot | None]
+
+
+class _Counter(NamedTuple):
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+class _Histogram(NamedTuple):
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    lowest: float = 0.0  # In the series' own unit: what lies below counts in the first bucket.
+
+
+_COUNTERS: dict[str, _Counter] = {
+    "ops": _Counter("rlplane_operations", "Finished operations.", ("op", "partition")),
+    "op_keys": _Counter("rlplane_operation_samples", "Samples that operations touched.", ("op", "partition")),
+    "op_bytes": _Counter("rlplane_operation_bytes", "Bytes that operations moved.", ("op", "partition")),
+    "op_failures": _Counter(
+        "rlplane_operation_failures", "Operations that raised, timeouts aside.", ("op", "partition")
+    ),
+    "op_timeouts": _Counter("rlplane_operation_timeouts", "Operations that timed out.", ("op", "partition")),
+    "samples_written": _Counter(
+        "rlplane_samples_written", "Samples seen for the first time.", ("partition",)
+    ),
+    "samples_claimed": _Counter("rlplane_samples_claimed", "First claims by a task.", ("partition", "task")),
+    "samples_reclaimed": _Counter(
+        "rlplane_samples_reclaimed",
+        "Claims of a sample that the task had claimed before.",
+        ("partition", "task"),
+    ),
+    "samples_cleared": _Counter("rlplane_samples_cleared", "Samples cleared.", ("partition",)),
+    "samples_failed": _Counter("rlplane_samples_failed", "Samples that failed.", ("partition",)),
+    "transfers": _Counter("rlplane_transfers", "Transfers that succeeded."),
+    "transfer_bytes": _Counter("rlplane_transfer_bytes", "Bytes of transfers that succeeded."),
+    "events": _Counter("rlplane_metrics_events", "Events that reached the aggregator."),
+    "events_dropped": _Counter("rlplane_metrics_events_dropped", "Events dropped by full worker queues."),
+    "batches_lost": _Counter("rlplane_metrics_batches_lost", "Gaps in the workers' batch numbers."),
+    "bad_frames": _Counter("rlplane_metrics_bad_frames", "Frames that could not be read."),
+    "values_refused": _Counter("rlplane_metrics_values_refused", "Values that were not numbers to count."),
+    "life_untracked": _Counter("rlplane_metrics_lives_untracked", "Steps of samples beyond the bound."),
+    "trigger_failures": _Counter("rlplane_metrics_trigger_failures", "Triggers that raised."),
+    "session_errors": _Counter("rlplane_session_errors", "Errors that the job reported."),
+}
+# The three failure counters of the transfer statistics, by the label `kind` of the snapshot.
+_TRANSFER_FAILURES = {
+    "transfer": _Counter("rlplane_failed_transfers", "Transfers that failed."),
+    "notification": _Counter("rlplane_failed_notifications", "Completions that could not be announced."),
+    "expired": _Counter("rlplane_expired_requests", "Claims that expired or were given back."),
+}
+_HISTOGRAMS: dict[str, _Histogram] = {
+    "op_latency": _Histogram("rlplane_operation_duration_seconds", "Wall time of operations.", ("op",)),
+    "written_to_claimed": _Histogram(
+        "rlplane_sample_claim_delay_seconds", "From write to first claim.", ("partition", "task"), lowest=1e6
+    ),
+    "written_to_cleared": _Histogram(
+        "rlplane_sample_life_seconds", "From write to clear.", ("partition",), lowest=1e6
+    ),
+    "staleness": _Histogram(
+        "rlplane_sample_staleness_versions", "Weight versions behind at the claim.", ("partition", "task")
+    ),
+    "transfer_duration": _Histogram("rlplane_transfer_duration_seconds", "Time to move the bytes."),
+    "transfer_post_duration": _Histogram(
+        "rlplane_transfer_post_duration_seconds", "Time to post a transfer."
+    ),
+    "transfer_size": _Histogram("rlplane_transfer_size_bytes", "Bytes per transfer."),
+    "transfer_descriptors": _Histogram("rlplane_transfer_descriptors_count", "Descriptors per transfer."),
+}
+_GAUGES: dict[str, _Counter] = {
+    "bytes_held": _Counter("rlplane_held_bytes", "Bytes held, in all partitions."),
+    "samples_held": _Counter("rlplane_held_samples", "Samples held, in all partitions."),
+    "weight_version": _Counter("rlplane_weight_version", "The newest weight version."),
+    "partition_samples": _Counter("rlplane_partition_samples", "Samples held.", ("partition",)),
+    "partition_bytes": _Counter("rlplane_partition_bytes", "Bytes held.", ("partition",)),
+    "partition_never_cleared": _Counter(
+        "rlplane_partition_uncleared_samples", "Samples written and not cleared.", ("partition",)
+    ),
+    "partition_capacity_samples": _Counter(
+        "rlplane_partition_capacity_samples", "Samples that fit.", ("partition",)
+    ),
+    "partition_capacity_bytes": _Counter(
+        "rlplane_partition_capacity_bytes", "Bytes that fit.", ("partition",)
+    ),
+    "partition_oldest_age_seconds": _Counter(
+        "rlplane_partition_oldest_age_seconds", "Age of the oldest sample.", ("partition",)
+    ),
+    "task_ready": _Counter(
+        "rlplane_task_ready_samples", "Samples ready to be claimed.", ("partition", "task")
+    ),
+    "task_claimed": _Counter("rlplane_task_claimed_samples", "Live samples claimed.", ("partition", "task")),
+    "task_waiting": _Counter("rlplane_task_waiting_claims", "Claims that wait.", ("partition", "task")),
+}
+_PEAKS = {
+    "bytes_held": ("rlplane_held_peak_bytes", "The most bytes held."),
+    "samples_held": ("rlplane_held_peak_samples", "The most samples held."),
+}
+_WORKER_STATES = ("alive", "silent", "gone")
+# Of the grid's six steps per decade these three: 28 buckets for times are plenty for a quantile.
+_TIME_STEPS = ("1", "2", "5")  # The first digit of 1, 2.5 and 5.
+
+
+class SnapshotCollector:
+    """A collector for ``prometheus_client``: one method, no state.
+
+    Args:
+        get_snapshot: Returns the snapshot to show, or None while there is none.
+    """
+
+    def __init__(self, get_snapshot: GetSnapshot) -> None:
+        self._get_snapshot = get_snapshot
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of the latest snapshot."""
+        core = _core()
+        snapshot = self._get_snapshot()
+        yield core.GaugeMetricFamily(
+            "rlplane_up", "Whether there is a snapshot.", value=float(snapshot is not None)
+        )
+        if snapshot is None:
+            return
+        yield from self._run(core, snapshot)
+        yield from self._counters(core, snapshot)
+        yield from self._gauges(core, snapshot)
+        yield from self._histograms(core, snapshot)
+
+    def _run(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        info = core.InfoMetricFamily("rlplane_run", "The run that is shown.")
+        info.add_metric([], {"run_id": snapshot.run_id, "host": snapshot.host})
+        yield info
+        state = core.GaugeMetricFamily("rlplane_run_state", "1 for the run's state.", labels=["state"])
+        for candidate in SessionState:
+            state.add_metric([candidate.value], float(candidate is snapshot.state))
+        yield state
+        for name, text, value in (
+            ("rlplane_run_elapsed_seconds", "How long the run has lasted.", snapshot.elapsed_s),
+            ("rlplane_snapshot_timestamp_seconds", "When the snapshot was taken.", snapshot.time_ns / 1e9),
+            ("rlplane_in_flight_samples", "Tracked samples written and not cleared.", snapshot.n_in_flight),
+        ):
+            yield core.GaugeMetricFamily(name, text, value=float(value))
+        workers = core.GaugeMetricFamily("rlplane_workers", "Worker processes by state.", labels=["state"])
+        for name in _WORKER_STATES:
+            workers.add_metric([name], float(sum(worker.state == name for worker in snapshot.workers)))
+        yield workers
+
+    def _counters(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        for source, counter in _COUNTERS.items():
+            family = core.CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
+            stats = list(snapshot.counters(source))
+            for stat in stats:
+                family.add_metric(_values(counter.labels, stat.labels), float(stat.value))
+            if not stats and not counter.labels:
+                family.add_metric([], 0.0)  # So that an alert on a rate has something to start from.
+            yield family
+        for kind, counter in _TRANSFER_FAILURES.items():
+            value = snapshot.total("transfer_failures", kind=kind)
+            yield core.CounterMetricFamily(counter.name, counter.help, value=float(value))
+
+    def _gauges(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        families = {
+            source: core.GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
+            for source, gauge in _GAUGES.items()
+        }
+        for stat in snapshot.gauges():
+            gauge = _GAUGES.get(stat.name)
+            if gauge is not None:
+                families[stat.name].add_metric(_values(gauge.labels, stat.labels), float(stat.value))
+            if stat.name in _PEAKS and stat.peak is not None:
+                name, text = _PEAKS[stat.name]
+                yield core.GaugeMetricFamily(name, text, value=float(stat.peak))
+        yield from families.values()
+
+    def _histograms(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        for source, histogram in _HISTOGRAMS.items():
+            family = core.HistogramMetricFamily(histogram.name, histogram.help, labels=histogram.labels)
+            for stat in snapshot.series(source):
+                if stat.count and stat.grid_counts:
+                    scale = 1e-9 if stat.unit == "ns" else 1.0
+                    family.add_metric(
+                        _values(histogram.labels, stat.labels),
+                        list(_buckets(stat, histogram.lowest)),
+                        stat.total * scale,
+                    )
+            yield family
+
+
+def _buckets(stat: SeriesStat, lowest: float) -> Iterator[tuple[str, float]]:
+    """Cumulative counts up to each bound, the last one being infinity."""
+    edges, counts, below = GRIDS[stat.unit], stat.grid_counts, 0
+    for position, high in enumerate(edges[1:]):
+        offset = position - stat.grid_first
+        if 0 <= offset < len(counts):
+            below += counts[offset]
+        if high < lowest or position == len(edges) - 2:  # The last bucket holds all that is larger.
+            continue
+        if stat.unit == "ns":
+            if f"{high:e}"[0] in _TIME_STEPS and not f"{high:e}".startswith("1.5"):
+                yield f"{high * 1e-9:.9g}", below
+        elif stat.unit == "versions":
+            yield f"{high - 1:g}", below  # Whole numbers: below `high` is at most one less.
+        else:
+            yield f"{high:g}", below
+    yield "+Inf", stat.count
+
+
+def _values(names: Iterable[str], labels: dict[str, str]) -> list[str]:
+    return [labels.get(name, "") for name in names]
+
+
+def render(get_snapshot: GetSnapshot, accept: str = "") -> tuple[bytes, str]:
+    """The exposition that a scraper with this Accept header wants, and its content type."""
+    registry, client = _registry(get_snapshot)
+    encode, content_type = client.exposition.choose_encoder(accept)
+    return encode(registry), content_type
+
+
+class PrometheusServer:
+    """A running ``/metrics`` endpoint."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.port = int(server.server_port)
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+def start_http(port: int, get_snapshot: GetSnapshot, host: str = "127.0.0.1") -> PrometheusServer:
+    """Serve ``/metrics`` from a background thread; port 0 picks a free one.
+
+    Raises:
+        MissingExtraError: ``prometheus_client`` is not installed.
+        PlaneConnectionError: The port cannot be had.
+    """
+    registry, client = _registry(get_snapshot)
+    try:
+        server, thread = client.start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise PlaneConnectionError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
+    return PrometheusServer(server, thread)
+
+
+def _registry(get_snapshot: GetSnapshot) -> tuple[Any, Any]:
+    client = _client()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(SnapshotCollector(get_snapshot))
+    return registry, client
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+        import prometheus_client.exposition
+    except ImportError as error:
+        raise MissingExtraError(
+            "Prometheus metrics need the package 'prometheus_client', which is not installed:"
+            " pip install 'rlplane[prometheus]'"
+        ) from error
+    return prometheus_client
+
+
+def _core() -> Any:
+    _client()
+    import prometheus_client.core
+
+    return prometheus_client.core
