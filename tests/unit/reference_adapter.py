@@ -372,6 +372,9 @@ class ReferenceClient(DataPlaneClient):
             for sample_id, sample in flow.samples.items()
             if claim.task not in sample.claimed_by and self.matches(flow, sample, claim.where)
         ]
+        if flow.group_size is not None:
+            groups = [flow.samples[sample_id].group for sample_id in remaining]
+            remaining = [group for group in groups if groups.count(group) >= flow.group_size]
         return flow.written == flow.num_samples and bool(ready) and len(ready) == len(remaining)
 
     def ready(self, flow: Flow, claim: Claim) -> list[str]:

@@ -8,6 +8,7 @@ avoids what is left open.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,16 +96,19 @@ class ModelPartition:
         return [sample_id for members in whole for sample_id in members]
 
     def remaining(self, task: str, where: Mapping[str, Any]) -> list[str]:
-        """The live samples that match and that the task has not claimed; of a group, all match or none."""
-        hidden = {
-            sample.group for sample in self.samples.values() if self.group_size and not _holds(sample, where)
-        }
-        return [
+        """The live samples that match and that the task has not claimed.
+
+        A group that lacks a member, or has one that does not match, remains for nobody.
+        """
+        left = [
             sample_id
             for sample_id, sample in self.samples.items()
-            if task not in sample.claimed_by
-            and (sample.group not in hidden if self.group_size else _holds(sample, where))
+            if task not in sample.claimed_by and _holds(sample, where)
         ]
+        if self.group_size is None:
+            return left
+        members = Counter(self.samples[sample_id].group for sample_id in left)
+        return [i for i in left if members[self.samples[i].group] == self.group_size]
 
     def full_batch_or_tail(
         self, task: str, required: Sequence[str], batch_size: int, where: Mapping[str, Any]

@@ -74,7 +74,13 @@ def a_tail_of_groups_is_whole_too(plane: Plane) -> None:
     took("the tail", part.claim(4), ["c_g0", "c_g1"])
     torn = plane.partition(num_samples=3, group_size=2)
     torn.put_numbers(["a_g0", "b_g0", "a_g1"])
-    times_out("a claim when one group is not whole", torn, 4, ready=2)
+    # Nothing more is expected, so a group that lacks a member remains for nobody.
+    took("the tail beside a group that lacks a member", torn.claim(4), ["a_g0", "a_g1"])
+    times_out("a claim when only a group that lacks a member is left", torn, 2, ready=0)
+    late = plane.partition(fields=["x", "y"], num_samples=4, group_size=2)
+    late.put_numbers(["a_g0", "a_g1", "b_g0", "b_g1"])
+    late.put_numbers(["a_g0", "a_g1", "b_g0"], field="y")
+    times_out("a claim when a group is not ready", late, 6, ready=2, required=["y"])
 
 
 @promise(MEMBERS)
