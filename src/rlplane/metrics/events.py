@@ -26,6 +26,7 @@ import numpy.typing as npt
 from rlplane.transport import make_topic
 
 __all__ = [
+    "SESSION_ROLE",
     "STATUS_ERROR",
     "STATUS_OK",
     "STATUS_TIMEOUT",
@@ -52,6 +53,9 @@ __all__ = [
 STATUS_OK = "ok"
 STATUS_ERROR = "error"
 STATUS_TIMEOUT = "timeout"
+
+# The role of a sender that only reports the session; it is not listed as a worker.
+SESSION_ROLE = "session"
 
 LifeKind: TypeAlias = Literal["written", "claimed", "cleared", "failed"]
 
@@ -112,11 +116,21 @@ class WeightVersion(msgspec.Struct, tag="weight_version"):
 
 
 class TransferRecord(msgspec.Struct, tag="transfer"):
-    """What a ``TransferStats`` collected since the last record: its ``data`` dict, durations in seconds."""
+    """What a ``TransferStats`` collected since the last record.
+
+    ``data`` has its lists, durations in seconds; ``beyond_sample`` the exact totals of transfers and failures
+    that are not among them (its key ``transfers`` counts the former).
+    """
 
     data: dict[str, list[float]]
     time_ns: int
-    elapsed_s: float = 0.0
+    beyond_sample: dict[str, float] = {}
+
+    @classmethod
+    def from_dict(cls, wire: dict[str, Any], time_ns: int) -> TransferRecord:
+        """Make a record of what ``TransferStats.to_dict`` returns, or of its bare ``data``."""
+        data = {key: values for key, values in wire.items() if key not in ("beyond_sample", "window")}
+        return cls(data, time_ns, dict(wire.get("beyond_sample") or {}))
 
 
 class TaskStatus(msgspec.Struct):

@@ -1,0 +1,97 @@
+"""Which aggregators run on this machine: each leaves a small file in a directory of the user's own.
+
+``rlplane top`` and ``rlplane dash`` find a run here without being told an address. The directory is
+``$XDG_RUNTIME_DIR/rlplane``, else ``rlplane-<uid>`` among the temporary files, and nobody else can enter it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from rlplane.errors import ConfigError
+from rlplane.metrics.publisher import write_atomically
+
+__all__ = ["RunInfo", "announce", "list_runs", "runtime_directory", "withdraw"]
+
+
+class RunInfo(msgspec.Struct, omit_defaults=True):
+    """A running aggregator."""
+
+    run_id: str
+    pid: int
+    events_address: str
+    snapshot_address: str
+    started_ns: int
+    out_dir: str = ""
+    pid_start: int = 0
+
+
+def runtime_directory() -> Path:
+    """The directory, made with mode 0700 if it is not there.
+
+    Raises ``ConfigError`` when it belongs to somebody else, or others may enter it: the sockets in it must
+    not be another user's.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "rlplane" if base else Path(tempfile.gettempdir()) / f"rlplane-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{path} must be a directory of user {os.getuid()} with mode 0700")
+    return path
+
+
+def announce(info: RunInfo) -> Path:
+    """Leave a file that says that this process aggregates a run."""
+    info.pid_start = _start_of(info.pid) or 0
+    path = runtime_directory() / f"run-{info.pid}.json"
+    write_atomically(path, msgspec.json.encode(info))
+    return path
+
+
+def withdraw(path: Path) -> None:
+    """Remove the file that :func:`announce` made."""
+    path.unlink(missing_ok=True)
+
+
+def list_runs() -> list[RunInfo]:
+    """The aggregators that run on this machine, newest first. Files of dead ones are removed."""
+    runs = []
+    for path in runtime_directory().glob("run-*.json"):
+        try:
+            info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
+        except (OSError, msgspec.DecodeError):
+            info = None
+        if info is not None and _start_of(info.pid) == info.pid_start:
+            runs.append(info)
+        else:
+            _remove(path, info)
+    return sorted(runs, key=lambda run: -run.started_ns)
+
+
+def _remove(path: Path, info: RunInfo | None) -> None:
+    """Remove what a killed aggregator left: its file, and its sockets if they are in our directory."""
+    left = [path]
+    for address in (info.events_address, info.snapshot_address) if info is not None else ():
+        socket = Path(address.removeprefix("ipc://"))
+        if address.startswith("ipc://") and socket.parent == path.parent:
+            left.append(socket)
+    for file in left:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks; None if there is none. Tells a reused pid apart."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

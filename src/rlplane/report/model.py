@@ -1,0 +1,232 @@
+"""What a report says about a run, as a pure function of one snapshot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rlplane.metrics.snapshot import (
+    CounterStat,
+    GaugeStat,
+    LogLine,
+    MetricsSnapshot,
+    PartitionStat,
+    SampleAge,
+    SeriesStat,
+    SessionState,
+    TimelinePoint,
+    WorkerStat,
+)
+
+__all__ = ["REPORT_SCHEMA_VERSION", "Flow", "OpSummary", "Report"]
+
+REPORT_SCHEMA_VERSION = 1
+
+
+class Flow(msgspec.Struct, omit_defaults=True):
+    """One op in one partition; rates are averages over the run."""
+
+    op: str
+    partition: str
+    count: int
+    keys: int = 0
+    bytes: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    ops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+class OpSummary(msgspec.Struct, omit_defaults=True):
+    """One op over all partitions, with its latency."""
+
+    op: str
+    count: int
+    keys: int = 0
+    bytes: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    ops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    latency: SeriesStat | None = None
+
+
+class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The report.
+
+    ``complete`` iff the run ended as COMPLETE and nothing was pending; else a warning says why. ``source``
+    says where the snapshot came from: ``published``, ``file`` or ``live``.
+    """
+
+    run_id: str
+    state: SessionState
+    complete: bool
+    exact: bool
+    schema_version: int = REPORT_SCHEMA_VERSION
+    source: str = "published"
+    warnings: list[str] = []
+    started_ns: int = 0
+    elapsed_s: float = 0.0
+    n_pending_tasks: int = 0
+    n_never_cleared: int = 0
+    totals: dict[str, int] = {}
+    gauges: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    ops: list[OpSummary] = []
+    flows: list[Flow] = []
+    series: list[SeriesStat] = []
+    partitions: list[PartitionStat] = []
+    workers: list[WorkerStat] = []
+    oldest: list[SampleAge] = []
+    log: list[LogLine] = []
+    timeline: list[TimelinePoint] = []
+
+    @classmethod
+    def from_snapshot(cls, snapshot: MetricsSnapshot, *, source: str = "published") -> Report:
+        """Make the report of a snapshot. Depends on nothing else."""
+        gauges = [stat for stat in snapshot.metrics if isinstance(stat, GaugeStat)]
+        flows = _flows(snapshot)
+        report = cls(
+            run_id=snapshot.run_id,
+            state=snapshot.state,
+            complete=snapshot.state is SessionState.COMPLETE and snapshot.n_pending_tasks == 0,
+            exact=snapshot.exact,
+            source=source,
+            started_ns=snapshot.started_ns,
+            elapsed_s=snapshot.elapsed_s,
+            n_pending_tasks=snapshot.n_pending_tasks,
+            n_never_cleared=snapshot.n_in_flight,
+            totals=_totals(snapshot),
+            gauges={stat.name: stat.value for stat in gauges},
+            peaks={stat.name: stat.peak for stat in gauges if stat.peak is not None},
+            ops=_ops(snapshot, flows),
+            flows=flows,
+            series=[
+                stat
+                for stat in snapshot.metrics
+                if isinstance(stat, SeriesStat) and stat.name != "op_latency"
+            ],
+            partitions=snapshot.partitions,
+            workers=snapshot.workers,
+            oldest=snapshot.oldest,
+            log=snapshot.log,
+            timeline=snapshot.timeline,
+        )
+        report.warnings = _warnings(report)
+        return report
+
+    def to_json(self) -> bytes:
+        """The report as JSON, with a schema version."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that follows from the events alone: no clock, no rate, no age.
+
+        Two reports of the same events, one counted live and one offline, have equal figures.
+        """
+        return {
+            "totals": self.totals,
+            "gauges": {key: value for key, value in self.gauges.items() if key != "workers_alive"},
+            "peaks": {key: value for key, value in self.peaks.items() if key != "workers_alive"},
+            "ops": [_without_time(op) for op in self.ops],
+            "flows": [_without_time(flow) for flow in self.flows],
+            "series": [msgspec.to_builtins(series) for series in self.series],
+            "partitions": [_without_time(partition) for partition in self.partitions],
+            "workers": [_without_time(worker) for worker in self.workers],
+            "never_cleared": sorted((row.partition, row.sample_id) for row in self.oldest),
+            "n_never_cleared": self.n_never_cleared,
+        }
+
+
+_TIMES = {
+    "ops_per_s",
+    "bytes_per_s",
+    "rate",
+    "bytes_rate",
+    "first_seen_ns",
+    "last_seen_ns",
+    "state",
+    "oldest_age_s",
+}
+
+
+def _without_time(value: Any) -> Any:
+    plain = msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value
+    if isinstance(plain, dict):
+        return {key: _without_time(item) for key, item in plain.items() if key not in _TIMES}
+    return [_without_time(item) for item in plain] if isinstance(plain, list) else plain
+
+
+def _totals(snapshot: MetricsSnapshot) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for stat in snapshot.metrics:
+        if isinstance(stat, CounterStat):
+            totals[stat.name] = totals.get(stat.name, 0) + stat.value
+    return totals
+
+
+_FLOW_FIELDS = {
+    "ops": "count",
+    "op_keys": "keys",
+    "op_bytes": "bytes",
+    "op_failures": "failures",
+    "op_timeouts": "timeouts",
+}
+
+
+def _flows(snapshot: MetricsSnapshot) -> list[Flow]:
+    flows: dict[tuple[str, str], Flow] = {}
+    for stat in snapshot.metrics:
+        field = _FLOW_FIELDS.get(stat.name)
+        if field is not None and isinstance(stat, CounterStat):
+            key = (stat.labels.get("op", ""), stat.labels.get("partition", ""))
+            flow = flows.setdefault(key, Flow(*key, count=0))
+            setattr(flow, field, stat.value)
+    for flow in flows.values():
+        flow.ops_per_s = _rate(flow.count, snapshot.elapsed_s)
+        flow.bytes_per_s = _rate(flow.bytes, snapshot.elapsed_s)
+    return sorted(flows.values(), key=lambda flow: (flow.op, flow.partition))
+
+
+def _ops(snapshot: MetricsSnapshot, flows: list[Flow]) -> list[OpSummary]:
+    ops: dict[str, OpSummary] = {}
+    for flow in flows:
+        op = ops.setdefault(flow.op, OpSummary(flow.op, 0))
+        for field in _FLOW_FIELDS.values():
+            setattr(op, field, getattr(op, field) + getattr(flow, field))
+    for op in ops.values():
+        op.ops_per_s = _rate(op.count, snapshot.elapsed_s)
+        op.bytes_per_s = _rate(op.bytes, snapshot.elapsed_s)
+        op.latency = next(snapshot.series("op_latency", op=op.op), None)
+    return list(ops.values())
+
+
+def _rate(amount: int, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _warnings(report: Report) -> list[str]:
+    found = []
+    if report.state is SessionState.INTERRUPTED:
+        found.append("The run was interrupted; what happened after that is not in this report.")
+    elif report.state is not SessionState.COMPLETE:
+        found.append(f"The run had not ended ({report.state.value}): these are live figures, not final ones.")
+    elif report.n_pending_tasks:
+        found.append(
+            f"The drain timed out with {report.n_pending_tasks} tasks pending: figures may be short."
+        )
+    if report.state.is_final and not report.exact:
+        found.append("Some percentiles come from a histogram (3 significant figures), not from all values.")
+    for name, text in (
+        ("events_dropped", "events were dropped by workers whose queue was full"),
+        ("batches_lost", "batches of events were lost on the way"),
+        ("bad_frames", "frames could not be read"),
+        ("values_refused", "values made no sense and were left out"),
+        ("life_untracked", "steps of samples were not followed, because too many were in flight"),
+    ):
+        if report.totals.get(name):
+            found.append(f"{report.totals[name]:,} {text}.")
+    if report.state.is_final and report.n_never_cleared:
+        found.append(f"{report.n_never_cleared:,} samples were never cleared.")
+    return found

@@ -1,0 +1,199 @@
+"""The tables of a report, as cells of text: what a terminal and a page both show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlplane.report.model import Report
+from rlplane.report.units import format_bytes, format_count, format_duration, format_ns, format_value
+
+__all__ = ["Table", "tables"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; every row has one cell per column."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def is_numeric(self, column: int) -> bool:
+        """Whether a column holds numbers, which are set to the right."""
+        cells = [row[column] for row in self.rows]
+        return bool(cells) and all(cell == "–" or cell[:1].isdigit() for cell in cells)
+
+
+def tables(report: Report) -> list[Table]:
+    """The tables that have a row."""
+    made = [
+        _ops(report),
+        _flows(report),
+        _partitions(report),
+        _tasks(report),
+        _series(report),
+        _workers(report),
+        _worker_ops(report),
+        _oldest(report),
+    ]
+    return [table for table in made if table.rows]
+
+
+def _ops(report: Report) -> Table:
+    columns = ["op", "count", "per s", "bytes", "bytes/s", "failed", "timeouts"]
+    names = ["p50", "p90", "p99", "p99.9"]
+    rows = []
+    for op in report.ops:
+        latency = op.latency
+        percentiles = latency.percentiles if latency is not None else {}
+        rows.append(
+            [
+                op.op,
+                format_count(op.count),
+                format_count(op.ops_per_s),
+                format_bytes(op.bytes),
+                format_bytes(op.bytes_per_s),
+                format_count(op.failures),
+                format_count(op.timeouts),
+                *(format_ns(percentiles.get(name)) for name in names),
+                format_ns(latency.max if latency is not None else None),
+            ]
+        )
+    return Table("Operations", [*columns, *names, "max"], rows)
+
+
+def _flows(report: Report) -> Table:
+    return Table(
+        "Throughput by op and partition",
+        ["op", "partition", "count", "keys", "per s", "bytes/s", "failed", "timeouts"],
+        [
+            [
+                flow.op,
+                flow.partition or "–",
+                format_count(flow.count),
+                format_count(flow.keys),
+                format_count(flow.ops_per_s),
+                format_bytes(flow.bytes_per_s),
+                format_count(flow.failures),
+                format_count(flow.timeouts),
+            ]
+            for flow in report.flows
+        ],
+    )
+
+
+def _partitions(report: Report) -> Table:
+    return Table(
+        "Partitions",
+        ["partition", "samples", "peak", "bytes", "peak", "written", "cleared", "failed", "never cleared"],
+        [
+            [
+                part.partition,
+                format_count(part.samples),
+                format_count(part.peak_samples),
+                format_bytes(part.bytes),
+                format_bytes(part.peak_bytes),
+                format_count(part.written),
+                format_count(part.cleared),
+                format_count(part.failed),
+                format_count(part.never_cleared),
+            ]
+            for part in report.partitions
+        ],
+    )
+
+
+def _tasks(report: Report) -> Table:
+    return Table(
+        "Tasks",
+        ["partition", "task", "ready", "claimed", "waiting"],
+        [
+            [
+                part.partition,
+                task.task,
+                format_count(task.ready),
+                format_count(task.claimed),
+                format_count(task.waiting),
+            ]
+            for part in report.partitions
+            for task in part.tasks
+        ],
+    )
+
+
+def _series(report: Report) -> Table:
+    rows = []
+    for series in report.series:
+        percentiles = series.percentiles
+        values = (series.mean, *(percentiles.get(name) for name in ("p50", "p90", "p99")), series.max)
+        rows.append(
+            [
+                series.name.replace("_", " "),
+                " / ".join(series.labels.values()) or "–",
+                format_count(series.count),
+                *(format_value(value, series.unit) for value in values),
+            ]
+        )
+    return Table("Lives and transfers", ["what", "of", "count", "mean", "p50", "p90", "p99", "max"], rows)
+
+
+def _workers(report: Report) -> Table:
+    columns = ["worker", "role", "pid", "state", "ops", "bytes", "failed", "timeouts", "dropped"]
+    rows = [
+        [
+            worker.worker,
+            worker.role or "–",
+            str(worker.pid),
+            worker.state,
+            format_count(worker.ops),
+            format_bytes(worker.bytes),
+            format_count(worker.failures),
+            format_count(worker.timeouts),
+            format_count(worker.dropped),
+            format_count(worker.never_cleared),
+            format_count(worker.staleness.mean if worker.staleness is not None else None),
+        ]
+        for worker in sorted(report.workers, key=lambda worker: worker.worker)
+    ]
+    return Table("Workers", [*columns, "never cleared", "staleness"], rows)
+
+
+def _worker_ops(report: Report) -> Table:
+    rows = []
+    for worker in sorted(report.workers, key=lambda worker: worker.worker):
+        for op in worker.by_op:
+            latency = op.latency
+            values = (
+                (latency.p50, latency.p90, latency.p99, latency.max) if latency is not None else [None] * 4
+            )
+            counts = (op.count, op.keys, op.failures, op.timeouts)
+            rows.append(
+                [
+                    worker.worker,
+                    op.op,
+                    *(format_count(count) for count in counts),
+                    format_bytes(op.bytes),
+                    *(format_ns(value) for value in values),
+                ]
+            )
+    columns = ["worker", "op", "count", "keys", "failed", "timeouts", "bytes", "p50", "p90", "p99", "max"]
+    return Table("Operations by worker", columns, rows)
+
+
+def _oldest(report: Report) -> Table:
+    title = "Samples never cleared (oldest first)" if report.state.is_final else "Oldest samples in flight"
+    return Table(
+        title,
+        ["sample", "partition", "age", "written by", "claimed by", "weight version"],
+        [
+            [
+                row.sample_id,
+                row.partition,
+                format_duration(row.age_s),
+                row.worker,
+                ", ".join(row.claimed_by) or "–",
+                "–" if row.weight_version is None else str(row.weight_version),
+            ]
+            for row in report.oldest
+        ],
+    )

@@ -1,0 +1,58 @@
+"""The report as plain text, for a terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rlplane.report.model import Report
+from rlplane.report.tables import Table, tables
+from rlplane.report.units import format_bytes, format_count, format_duration
+
+__all__ = ["headline", "render_text"]
+
+_ROWS_SHOWN = 40
+_LOG_LINES_SHOWN = 20
+
+
+def render_text(report: Report) -> str:
+    """The whole report. Long tables are cut, and say so; the JSON has everything."""
+    parts = ["\n".join([*headline(report), *(f"WARNING: {warning}" for warning in report.warnings)])]
+    parts += [_table(table) for table in tables(report)]
+    if report.log:
+        lines = [
+            f"  {line.level}: {line.worker + ': ' if line.worker else ''}{line.message}"
+            for line in report.log
+        ]
+        parts.append("\n".join(["Log (last lines)", *lines[-_LOG_LINES_SHOWN:]]))
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(report: Report) -> list[str]:
+    """What to know first, in three lines."""
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.started_ns / 1e9))
+    totals, gauges, peaks = report.totals, report.gauges, report.peaks
+    return [
+        f"Run {report.run_id}: {report.state.value}{'' if report.complete else ' (incomplete)'}",
+        f"Started {started}, {format_duration(report.elapsed_s)}, "
+        f"{format_count(totals.get('events', 0))} events, {len(report.workers)} workers, "
+        f"percentiles {'exact' if report.exact else 'from a histogram'}",
+        f"Held: {format_count(gauges.get('samples_held', 0))} samples, "
+        f"{format_bytes(gauges.get('bytes_held', 0))}; at peak "
+        f"{format_count(peaks.get('samples_held', 0))} samples, {format_bytes(peaks.get('bytes_held', 0))}",
+    ]
+
+
+def _table(table: Table) -> str:
+    rows = [table.columns, *table.rows[:_ROWS_SHOWN]]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
+    right = [table.is_numeric(column) for column in range(len(table.columns))]
+    lines = [table.title]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    if len(table.rows) > _ROWS_SHOWN:
+        lines.append(f"  … and {len(table.rows) - _ROWS_SHOWN} more")
+    return "\n".join(lines)
