@@ -22,7 +22,7 @@
 #   transport/         typed messages over ZMQ
 #   metrics/           the live metrics service
 #   viewing/           what the views of a running plane share
-#   report.py, sinks/, tui/, web/, cli/   what people look at
+#   report/, sinks/, tui/, web/, cli/   what people look at
 #
 #   testing/           the conformance suite for any engine
 #   bench/             us, the peers and the machine's limit, side by side

@@ -50,11 +50,11 @@ ENV_PREFIX = "RLPLANE_"
 CONTROLLER_ADDRESS_VARIABLE = "RLPLANE_CONTROLLER_ADDRESS"
 METRICS_ADDRESS_VARIABLE = "RLPLANE_METRICS_ADDRESS"
 RESERVED_VARIABLES: dict[str, str] = {
-    CONTROLLER_ADDRESS_VARIABLE: "where the plane listens, when controller_address is not set",
+    CONTROLLER_ADDRESS_VARIABLE: "where a shm plane listens, when controller_address is not set",
     METRICS_ADDRESS_VARIABLE: "where the aggregator listens, when observability.metrics_address is not set",
     "RLPLANE_CONFIG": "the config that the command line uses when it is given none",
     "RLPLANE_DEBUG": "show tracebacks on the command line",
-    "RLPLANE_LOG_LEVEL": "how much the command line logs",
+    "RLPLANE_LOG_LEVEL": "how much the command line and the controller process log",
 }
 RESERVED_PREFIXES = ("RLPLANE_TEST_", "RLPLANE_BENCH_")
 
@@ -321,9 +321,9 @@ def _from_overrides(overrides: Mapping[str, Any] | Sequence[str] | None) -> dict
 
 def _fill_addresses(config: dict[str, Any], environ: Mapping[str, str]) -> None:
     controller = environ.get(CONTROLLER_ADDRESS_VARIABLE)
-    # A memory plane lives inside this process: an address that another engine left for its children is
-    # not a name for it.
-    if controller and config.get("backend") != "memory" and config.get("controller_address") is None:
+    # Only the shm engine sets it for its children. To another engine the same key means something else: the
+    # name of a plane inside the process, or a Ray cluster.
+    if controller and config.get("backend") == "shm" and config.get("controller_address") is None:
         config["controller_address"] = controller
     metrics, table = environ.get(METRICS_ADDRESS_VARIABLE), config.get("observability")
     if metrics and isinstance(table, dict) and table.get("metrics_address") is None:

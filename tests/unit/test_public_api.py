@@ -1,6 +1,7 @@
 """The names of the package: complete, sorted, loaded when used."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,4 +79,21 @@ def test_the_layout_comment_names_every_part_of_the_package() -> None:
 def test_what_needs_no_tensors_loads_no_torch(statement: str) -> None:
     script = f"{statement}\nimport sys\nassert 'torch' not in sys.modules and 'yaml' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+DOCS = [SOURCE.parents[2] / "docs" / name for name in ("concepts.md", "configuration.md", "quickstart.md")]
+SNIPPETS = [
+    pytest.param(snippet, id=f"{path.stem}-{number}")
+    for path in DOCS
+    for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_a_snippet_of_the_documentation_runs(snippet: str, tmp_path: Path) -> None:
+    # From a file, because a snippet that starts processes has to be importable by them.
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
