@@ -8,14 +8,17 @@ thousand needs 10 × 1024 counters, not the layout's 33,000.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HIGHEST_TRACKABLE", "HdrCounts"]
+__all__ = ["HIGHEST_TRACKABLE", "EdgePlaces", "HdrCounts"]
 
 HIGHEST_TRACKABLE = 3_600_000_000_000  # An hour in nanoseconds.
 
 Int64Array = npt.NDArray[np.int64]
+EdgePlaces: TypeAlias = tuple[Int64Array, npt.NDArray[np.bool_]]
 
 
 class HdrCounts:
@@ -68,20 +71,32 @@ class HdrCounts:
             grown[self._first - new_first : self._first - new_first + size] = self._counts
         self._first, self._counts = new_first, grown
 
-    def values_at(self, ranks: Int64Array) -> Int64Array:
-        """The highest value of the slot in which the value of each rank (from 1, ascending) lies."""
-        positions = np.searchsorted(np.cumsum(self._counts), ranks, side="left")
-        return self.bounds(positions + self._first)[1]
+    def cumulative(self) -> Int64Array:
+        """The counts up to and with each slot: what the readers below need, computed once for all of them."""
+        return np.cumsum(self._counts)
 
-    def rebin(self, edges: npt.NDArray[np.float64], scale: float = 1.0) -> Int64Array:
-        """The counts in bins with those edges; each slot goes, whole, where its middle is.
+    def values_at(self, ranks: Int64Array, cumulative: Int64Array) -> Int64Array:
+        """The highest value of the slot in which the value of each rank (from 1) lies."""
+        return self.bounds(np.searchsorted(cumulative, ranks, side="left") + self._first)[1]
 
-        Slots whose middle is outside the edges count in the first or last bin, so that nothing is lost.
+    def place(self, edges: npt.NDArray[np.float64], scale: float = 1.0) -> EdgePlaces:
+        """Where edges, in steps of ``scale``, lie among the slots; the same for all counts of this layout."""
+        slots = self.slots((edges / scale).astype(np.int64))
+        lowest, highest = self.bounds(slots)
+        # A slot counts whole: below an edge if its middle is.
+        return slots, (lowest + highest) * (0.5 * scale) < edges
+
+    def counts_between(self, places: EdgePlaces, cumulative: Int64Array) -> Int64Array:
+        """The counts below the first edge, between each two, and from the last one on.
+
+        Work per edge and not per slot: there are a few dozen edges, and thousands of slots.
         """
-        bins = edges.size - 1
-        filled = np.flatnonzero(self._counts)
-        lowest, highest = self.bounds(filled + self._first)
-        middle = np.clip((lowest + highest) * (0.5 * scale), edges[0], edges[-1])
-        position = np.clip(np.searchsorted(edges, middle, side="right") - 1, 0, bins - 1)
-        # Weights are summed as float64: exact below 2**53 counts.
-        return np.bincount(position, weights=self._counts[filled], minlength=bins).astype(np.int64)
+        slots, slot_is_below = places
+        at = slots - self._first
+        inside = np.minimum(np.maximum(at, 0), self._counts.size - 1)
+        under = np.zeros(at.size + 2, np.int64)
+        under[1:-1] = cumulative[inside] - np.where(slot_is_below, 0, self._counts[inside])
+        under[1:-1][at < 0] = 0
+        under[1:-1][at >= self._counts.size] = self.total
+        under[-1] = self.total
+        return under[1:] - under[:-1]

@@ -290,6 +290,7 @@ class RunLedger:
             oldest=self._lives.oldest(now_ns, state.is_final),
             log=list(self._log),
             timeline=self._timeline.points(),
+            finished=self._lives.finished(now_ns),
         )
 
     def _note_time(self, elapsed: float) -> None:

@@ -14,6 +14,7 @@ from rlplane.metrics.events import PartitionStatus, SampleLife
 from rlplane.metrics.operations import LabelSet
 from rlplane.metrics.registry import CounterSampler, MetricsRegistry, SeriesSampler
 from rlplane.metrics.snapshot import (
+    MAX_FINISHED,
     MAX_OLDEST,
     MAX_OLDEST_AT_END,
     MAX_PARTITIONS,
@@ -23,7 +24,7 @@ from rlplane.metrics.snapshot import (
     SampleAge,
     TaskStat,
 )
-from rlplane.metrics.table import LifeStep, MetricsTable
+from rlplane.metrics.table import LifeStep, MetricsTable, SampleRow
 
 __all__ = ["LifeLedger", "LifeTotals", "WorkerLife"]
 
@@ -247,19 +248,11 @@ class LifeLedger:
 
     def oldest(self, now_ns: int, final: bool) -> list[SampleAge]:
         """The oldest samples in flight; at the end of a run more of them."""
-        return [
-            SampleAge(
-                row.sample_id,
-                row.partition_id,
-                max(0.0, (now_ns - (row.written_ns or now_ns)) / 1e9),
-                row.written_ns or 0,
-                row.worker,
-                row.weight_version,
-                list(row.claims),
-                row.failed,
-            )
-            for row in self._table.oldest(MAX_OLDEST_AT_END if final else MAX_OLDEST)
-        ]
+        return [_life(row, now_ns) for row in self._table.oldest(MAX_OLDEST_AT_END if final else MAX_OLDEST)]
+
+    def finished(self, now_ns: int) -> list[SampleAge]:
+        """The samples that were cleared last."""
+        return [_life(row, now_ns) for row in self._table.last_cleared(MAX_FINISHED)]
 
     def _partition(self, name: str) -> _Partition:
         label = self._labels.label(name)
@@ -282,6 +275,22 @@ class LifeLedger:
         if found is None:
             found = partition.tasks[label] = _Task(self._registry, partition.label, label)
         return found
+
+
+def _life(row: SampleRow, now_ns: int) -> SampleAge:
+    written_ns = row.written_ns or now_ns
+    return SampleAge(
+        sample_id=row.sample_id,
+        partition=row.partition_id,
+        age_s=max(0.0, ((row.cleared_ns or now_ns) - written_ns) / 1e9),
+        written_ns=written_ns,
+        worker=row.worker,
+        weight_version=row.weight_version,
+        claimed_by=list(row.claims),
+        failed=row.failed,
+        claimed_ns=[time_ns for time_ns, _ in row.claims.values()],
+        cleared_ns=row.cleared_ns,
+    )
 
 
 def _waits(step: LifeStep) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlplane.errors import InvalidRequestError
-from rlplane.metrics.hdr import HIGHEST_TRACKABLE, HdrCounts
+from rlplane.metrics.hdr import HIGHEST_TRACKABLE, EdgePlaces, HdrCounts
 from rlplane.metrics.snapshot import (
     GRIDS,
     PERCENTILES,
@@ -215,6 +215,7 @@ class SeriesSampler:
         "_arrays",
         "_buffer",
         "_cached",
+        "_grid_places",
         "_histogram",
         "_log",
         "_m2",
@@ -268,6 +269,7 @@ class SeriesSampler:
         self._m2 = 0.0
         self._warned = False
         self._cached: SeriesStat | None = None
+        self._grid_places: EdgePlaces | None = None
         self._n_array_values = 0
         self._arrays: list[npt.NDArray[np.generic]] = []
         self._buffer: array[int] | array[float] = self._new_buffer()
@@ -334,7 +336,7 @@ class SeriesSampler:
             return
         high = self._note_span(int(values.min()), int(values.max()))
         self._sum += _exact_sum(values)
-        self._sum_squares += _exact_sum_of_squares(values)
+        self._sum_squares += _exact_sum_of_squares(values, int(high))
         self.count += values.size
         self._histogram.add(self._clamped(values, high))
         if self._log is not None:
@@ -403,9 +405,12 @@ class SeriesSampler:
             return self._cached
         parts = self._exact_parts() if exact else None
         edges = _edges(self.min, self.max, 1.0 if self.integer else self.RESOLUTION, self.integer)
+        cumulative = self._histogram.cumulative()
         if parts is None:
-            percentiles = self._live_percentiles()
-            counts = self._histogram.rebin(edges, 1.0 if self.integer else self.RESOLUTION)
+            percentiles = self._live_percentiles(cumulative, self.min, self.max)
+            counts = self._histogram.counts_between(
+                self._histogram.place(edges[1:-1], self._scale), cumulative
+            )
         else:
             percentiles = self._exact_percentiles(parts)
             counts = self._exact_counts(parts, edges)
@@ -425,16 +430,22 @@ class SeriesSampler:
             self.n_clamped,
             self.n_refused,
             parts is not None,
-            *self._grid(),
+            *self._grid(cumulative),
         )
         return self._cached
 
-    def _grid(self) -> tuple[int, list[int]]:
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.integer else self.RESOLUTION
+
+    def _grid(self, cumulative: Int64Array) -> tuple[int, list[int]]:
         """The first filled bucket of the unit's fixed grid, and the counts up to the last filled one."""
         edges = _GRID_EDGES.get(self.unit)
-        if edges is None:
+        if edges is None or not self.listed:
             return 0, []
-        counts = self._histogram.rebin(edges, 1.0 if self.integer else self.RESOLUTION)
+        if self._grid_places is None:
+            self._grid_places = self._histogram.place(edges[1:-1], self._scale)
+        counts = self._histogram.counts_between(self._grid_places, cumulative)
         filled = np.flatnonzero(counts)
         first, last = int(filled[0]), int(filled[-1])
         return first, counts[first : last + 1].tolist()
@@ -451,11 +462,11 @@ class SeriesSampler:
         # Ceiling division in Python integers: the rank of a percentile must not depend on rounding.
         return np.array([max(1, -(-self.count * share // 100_000)) for _, share in PERCENTILES], np.int64)
 
-    def _live_percentiles(self) -> list[float]:
-        found = self._histogram.values_at(self._ranks())
-        scaled = found if self.integer else found * self.RESOLUTION
+    def _live_percentiles(self, cumulative: Int64Array, low: float, high: float) -> list[float]:
+        found = self._histogram.values_at(self._ranks(), cumulative)
+        scaled = found if self.integer else found * self._scale
         # What lies beyond the observed span is only the width of a slot.
-        return list(np.clip(scaled, self.min, self.max).tolist())
+        return list(np.minimum(np.maximum(scaled, low), high).tolist())
 
     def _exact_percentiles(self, parts: list[Int64Array]) -> list[float]:
         keys = order_statistics(parts, self._ranks().tolist())
@@ -499,11 +510,16 @@ def _edges(low: float, high: float, shift: float, integer: bool) -> Float64Array
     if span <= 0:
         return np.array([low, high], np.float64)
     bins = int(min(N_BUCKETS, span)) if integer else N_BUCKETS
+    steps = _STEPS if bins == N_BUCKETS else np.linspace(0.0, 1.0, bins + 1)
     # log1p and expm1 of the ratio keep their digits where high is only a little above low.
-    growth = np.log1p(span / (low + shift))
-    edges: Float64Array = low + (low + shift) * np.expm1(growth * np.linspace(0.0, 1.0, bins + 1))
+    growth = math.log1p(span / (low + shift))
+    edges: Float64Array = low + (low + shift) * np.expm1(growth * steps)
+    np.minimum(edges, high, out=edges)
     edges[0], edges[-1] = low, high
-    return np.maximum.accumulate(np.clip(edges, low, high))
+    return np.maximum.accumulate(edges)
+
+
+_STEPS = np.linspace(0.0, 1.0, N_BUCKETS + 1)
 
 
 def _exact_sum(values: Int64Array) -> int:
@@ -516,13 +532,13 @@ def _exact_sum(values: Int64Array) -> int:
 _SQUARES_PER_STEP = 1 << 20
 
 
-def _exact_sum_of_squares(values: Int64Array) -> int:
+def _exact_sum_of_squares(values: Int64Array, highest: int) -> int:
     """Σ v² without overflow: by halves of 21 bits; the rare larger values one by one."""
     total = 0
     for start in range(0, values.size, _SQUARES_PER_STEP):
         part = values[start : start + _SQUARES_PER_STEP]
-        large = part >= 1 << 42
-        if large.any():
+        if highest >= 1 << 42:
+            large = part >= 1 << 42
             total += sum(value * value for value in part[large].tolist())
             part = part[~large]
         high, low = part >> 21, part & 0x1F_FFFF

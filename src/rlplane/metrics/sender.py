@@ -127,6 +127,11 @@ class EventSender:
             self._start()
 
     @property
+    def n_waiting(self) -> int:
+        """Events that have not been packed for sending."""
+        return len(self._queue)
+
+    @property
     def n_dropped(self) -> int:
         """Events lost in this process: the queue was full, the sender closed, or the event malformed."""
         # Reading takes a number too: subtract the numbers taken by reading.

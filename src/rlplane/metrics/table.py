@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -144,6 +145,11 @@ class MetricsTable:
                     if taken >= 4 * count:
                         break
         return heapq.nsmallest(count, candidates, key=lambda row: row.written_ns or 0)
+
+    def last_cleared(self, count: int) -> list[SampleRow]:
+        """The rows that were cleared last, latest first."""
+        known = (row for row in reversed(self._finished.values()) if row.written_ns is not None)
+        return list(itertools.islice(known, count))
 
     # What happens.
 
