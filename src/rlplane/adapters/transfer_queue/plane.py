@@ -1,0 +1,455 @@
+"""Starting a plane on Ray, finding one that runs, and ending what was started.
+
+A plane is a handful of Ray actors in one namespace: TransferQueue's controller, storage units, the control
+actor and, for Mooncake, its master. They belong to the process that started them: Ray ends them with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlplane.adapters.transfer_queue.control import Control
+from rlplane.adapters.transfer_queue.mooncake import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
+from rlplane.adapters.transfer_queue.network import _get_local_node_ip, set_mooncake_environment
+from rlplane.adapters.transfer_queue.runtime_env import _patch_tq_actor_runtime_env
+from rlplane.adapters.transfer_queue.storage import MooncakeStorage, SimpleStorage, Storage
+from rlplane.errors import ConfigError, MissingExtraError, PlaneConnectionError
+from rlplane.interfaces import DataPlaneConfig
+
+__all__ = ["ControlActor", "Plane", "_connect_existing", "_init_tq", "open_storage"]
+
+# TransferQueue's own names, so that its tools find the controller where they look for it.
+NAMESPACE = "transfer_queue"
+CONTROLLER = "TransferQueueController"
+UNIT = "TransferQueueStorageUnit#{}"
+CONTROL = "rlplane.control"
+
+ADDRESS_VARIABLE = "RLPLANE_CONTROLLER_ADDRESS"
+DEFAULT_ACK_TIMEOUT_MS = 30_000
+# What decides how a plane is made; two processes that disagree about it cannot share one.
+_PLANE_KEYS = ("backend", "storage_capacity", "num_storage_units", "global_segment_size")
+_PLANE_OPTIONS = ("mooncake_protocol", "mooncake_device", "mooncake_master_port")
+
+
+@dataclass
+class Plane:
+    """A running plane, and what of it this process started."""
+
+    namespace: str
+    backend: str
+    tq: dict[str, Any]
+    controller: Any
+    control: Any
+    units: list[Any]
+    master: Any = None
+    started: list[Any] = field(default_factory=list)
+    started_ray: bool = False
+    set_address: bool = False
+
+    def end(self) -> None:
+        """End the actors, the Mooncake master and the Ray that this process started, and only those."""
+        import ray
+
+        if self.started:
+            with contextlib.suppress(Exception):
+                ray.get(self.control.close.remote(), timeout=5)
+            if self.master is not None:
+                with contextlib.suppress(Exception):
+                    ray.get(self.master.stop.remote(), timeout=10)
+        for actor in reversed(self.started):
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        self.started = []
+        if self.set_address:
+            os.environ.pop(ADDRESS_VARIABLE, None)
+            self.set_address = False
+        if self.started_ray:
+            self.started_ray = False
+            ray.shutdown()
+
+
+def _init_tq(cfg: DataPlaneConfig) -> Plane:
+    """Start a plane for ``cfg``, or join the one that runs in its namespace, if it is made the same way.
+
+    Raises:
+        ConfigError: A plane made in another way runs there; the message shows the difference.
+    """
+    options = _options(cfg)
+    started_ray = _ensure_ray(cfg, start=True)
+    if options.get("pin_runtime_env"):
+        _patch_tq_actor_runtime_env()
+    starting = _Start(cfg)
+    try:
+        plane = _find(cfg) or starting.run()
+        _refuse_another_config(cfg, plane)
+    except BaseException:
+        starting.undo()
+        if started_ray:
+            _ray().shutdown()
+        raise
+    plane.started_ray = started_ray
+    if started_ray and ADDRESS_VARIABLE not in os.environ:
+        # For children that are not Ray's, such as subprocesses of the driver.
+        os.environ[ADDRESS_VARIABLE] = _ray().get_runtime_context().gcs_address
+        plane.set_address = True
+    return plane
+
+
+def _connect_existing(cfg: DataPlaneConfig) -> Plane:
+    """Join the plane that runs in the namespace of ``cfg``; wait for it as long as an answer may take.
+
+    Raises:
+        PlaneConnectionError: There is none.
+    """
+    started_ray = _ensure_ray(cfg, start=False)
+    deadline = time.monotonic() + ack_timeout_s(cfg)
+    while True:
+        plane = _find(cfg)
+        if plane is not None:
+            plane.started_ray = started_ray
+            return plane
+        if time.monotonic() > deadline:
+            if started_ray:
+                _ray().shutdown()
+            raise PlaneConnectionError(
+                f"no plane runs in the Ray namespace {namespace(cfg)!r}; "
+                "a client with bootstrap=True starts one"
+            )
+        time.sleep(0.05)
+
+
+def _find(cfg: DataPlaneConfig) -> Plane | None:
+    ray = _ray()
+    try:
+        control = ray.get_actor(CONTROL, namespace=namespace(cfg))
+    except ValueError:
+        return None
+    try:
+        found = ray.get(control.describe.remote(), timeout=ack_timeout_s(cfg))
+    except ray.exceptions.GetTimeoutError:
+        raise PlaneConnectionError(
+            f"the plane in the Ray namespace {namespace(cfg)!r} did not answer "
+            f"within {ack_timeout_s(cfg):g} s"
+        ) from None
+    except ray.exceptions.RayError:
+        # It died between the two calls.
+        return None
+    return Plane(namespace(cfg), **found, control=control)
+
+
+def _refuse_another_config(cfg: DataPlaneConfig, plane: Plane) -> None:
+    running = plane.tq["config"]
+    wanted = plane_config(cfg)
+    lines = [
+        f"  {key}: it has {running.get(key)!r}, this config says {wanted[key]!r}"
+        for key in wanted
+        if wanted[key] != running.get(key)
+    ]
+    if lines:
+        raise ConfigError(
+            f"a plane runs in the Ray namespace {plane.namespace!r} that was started with another config; "
+            "connect with bootstrap=False, or choose another transfer_queue.namespace:\n" + "\n".join(lines)
+        )
+
+
+def plane_config(cfg: DataPlaneConfig) -> dict[str, Any]:
+    """The part of a config that a plane is made from."""
+    mooncake = cfg["backend"] == "mooncake_cpu"
+    options = _options(cfg) if mooncake else {}
+    keys = [key for key in _PLANE_KEYS if mooncake or key != "global_segment_size"]
+    return {
+        **{key: cfg[key] for key in keys},  # type: ignore[literal-required]
+        **{f"transfer_queue.{key}": options[key] for key in _PLANE_OPTIONS if options.get(key) is not None},
+    }
+
+
+class _Start:
+    """Starts the actors of a plane one by one, so that a failure can take back those that it has."""
+
+    def __init__(self, cfg: DataPlaneConfig) -> None:
+        self._cfg, self._options = cfg, _options(cfg)
+        self._namespace = namespace(cfg)
+        self._actors: list[Any] = []
+
+    def run(self) -> Plane:
+        from transfer_queue.controller import TransferQueueController
+        from transfer_queue.sampler import SequentialSampler
+
+        # Servers that wait for messages: a job that has taken every CPU must not keep them from starting.
+        servers = {"num_cpus": 0, "namespace": self._namespace}
+        try:
+            controller = TransferQueueController.options(name=CONTROLLER, **servers).remote(
+                sampler=SequentialSampler, polling_mode=True
+            )
+        except ValueError:
+            return self._lost_the_race()
+        self._actors.append(controller)
+        mooncake = self._cfg["backend"] == "mooncake_cpu"
+        master = None
+        if mooncake:
+            master = self._actor(MooncakeMaster, servers)(
+                self._options.get("node_ip"), self._options.get("mooncake_master_port")
+            )
+            units, backend = self._mooncake_units(master, servers)
+        else:
+            units = self._simple_units(servers)
+        infos = self._get([actor.get_zmq_server_info.remote() for actor in [controller, *units]])
+        if not mooncake:
+            backend = {"zmq_info": dict(enumerate(infos[1:]))}
+        tq = {"controller": infos[0], "backend": backend, "config": plane_config(self._cfg)}
+        control = self._actor(ControlActor, {**servers, "name": CONTROL, "max_concurrency": 2})(
+            dict(self._cfg), tq, controller, units, master
+        )
+        self._get([control.describe.remote()])
+        self._store_config(controller, tq)
+        plane = Plane(self._namespace, self._cfg["backend"], tq, controller, control, units, master)
+        plane.started = list(self._actors)
+        return plane
+
+    def undo(self) -> None:
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                _ray().kill(actor)
+
+    def _actor(self, cls: type, options: Mapping[str, Any]) -> Any:
+        remote = _ray().remote(cls).options(**options)
+
+        def start(*args: Any) -> Any:
+            actor = remote.remote(*args)
+            self._actors.append(actor)
+            return actor
+
+        return start
+
+    def _simple_units(self, servers: Mapping[str, Any]) -> list[Any]:
+        from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+        # Capacity is the control actor's business: a unit counts chunks, not samples.
+        config = {"total_storage_size": None, "num_data_storage_units": self._cfg["num_storage_units"]}
+        units = []
+        for rank, strategy in enumerate(self._places()):
+            unit = SimpleStorageUnit.options(
+                name=UNIT.format(rank), scheduling_strategy=strategy, **servers
+            ).remote(config=config)
+            self._actors.append(unit)
+            units.append(unit)
+        return units
+
+    def _mooncake_units(self, master: Any, servers: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        address = self._get([master.address.remote()])[0]
+        segment, buffer = self._cfg["global_segment_size"], self._cfg["local_buffer_size"]
+        unit_config = store_config(address, self._options, segment, min(buffer, 16 << 20))
+        units = [
+            self._actor(
+                MooncakeUnit, {**servers, "name": UNIT.format(rank), "scheduling_strategy": strategy}
+            )(unit_config, self._options.get("node_ip"), not self._options.get("log_to_driver"))
+            for rank, strategy in enumerate(self._places())
+        ]
+        return units, store_config(address, self._options, 0, buffer)
+
+    def _places(self) -> list[Any]:
+        from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
+
+        return list(get_node_round_robin_scheduling_strategies(self._cfg["num_storage_units"]))
+
+    def _store_config(self, controller: Any, tq: dict[str, Any]) -> None:
+        """Leave the config where TransferQueue's own clients look for it, so that they can join too."""
+        from omegaconf import OmegaConf
+
+        name = "MooncakeStore" if self._cfg["backend"] == "mooncake_cpu" else "SimpleStorage"
+        conf = OmegaConf.create(
+            {
+                "controller": {"zmq_info": tq["controller"], "polling_mode": True},
+                "backend": {"storage_backend": name, name: dict(tq["backend"])},
+            },
+            flags={"allow_objects": True},
+        )
+        self._get([controller.store_config.remote(conf)])
+
+    def _get(self, refs: Sequence[Any]) -> list[Any]:
+        ray = _ray()
+        patience = max(120.0, ack_timeout_s(self._cfg))
+        try:
+            return list(ray.get(list(refs), timeout=patience))
+        except ray.exceptions.GetTimeoutError:
+            raise PlaneConnectionError(
+                f"the plane's actors did not start within {patience:g} s; "
+                f"Ray has {ray.available_resources()} left"
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise PlaneConnectionError(
+                f"an actor of the plane failed to start: {error.cause or error}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise PlaneConnectionError(f"an actor of the plane failed to start: {error}") from error
+
+    def _lost_the_race(self) -> Plane:
+        """Somebody else starts a plane in this namespace, or runs TransferQueue there without us."""
+        deadline = time.monotonic() + ack_timeout_s(self._cfg)
+        while time.monotonic() < deadline:
+            plane = _find(self._cfg)
+            if plane is not None:
+                return plane
+            time.sleep(0.1)
+        raise ConfigError(
+            f"a TransferQueue controller that rlplane did not start runs in the Ray namespace "
+            f"{self._namespace!r}; "
+            "close it, or choose another transfer_queue.namespace"
+        )
+
+
+class ControlActor(Control):
+    """The control state as a Ray actor, with a client of TransferQueue to get and clear rows."""
+
+    def __init__(
+        self, cfg: dict[str, Any], tq: dict[str, Any], controller: Any, units: list[Any], master: Any
+    ) -> None:
+        config: DataPlaneConfig = cfg  # type: ignore[assignment]
+        self._parts = {"tq": tq, "controller": controller, "units": units, "master": master}
+        self._backend = config["backend"]
+        self._storage = open_storage(config, tq, controller, units)
+        mooncake = self._backend == "mooncake_cpu"
+        super().__init__(
+            config["storage_capacity"],
+            config["global_segment_size"] * config["num_storage_units"] if mooncake else None,
+            self._storage.allocate,
+            self._storage.discard,
+            client_timeout_s=float(cfg.get("client_timeout_s") or 2.0),
+            listen_ip=_listen_ip(config),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What a client needs to join."""
+        return {**self._parts, "backend": self._backend}
+
+    def pid(self) -> int:
+        """This actor's process."""
+        return os.getpid()
+
+
+def open_storage(cfg: DataPlaneConfig, tq: dict[str, Any], controller: Any, units: list[Any]) -> Storage:
+    """A client of TransferQueue for this process."""
+    options = _options(cfg)
+    quiet = not options.get("log_to_driver")
+    mooncake = cfg["backend"] == "mooncake_cpu"
+    backend = dict(tq["backend"])
+    # Before the import of TransferQueue, which reads part of its environment once, as Mooncake does.
+    _quiet_transfer_queue(options)
+    if mooncake:
+        ip = options.get("node_ip") or _get_local_node_ip()
+        set_mooncake_environment(ip, quiet=quiet)
+        backend.update(local_hostname=ip, **_own_transport(options, backend))
+    from transfer_queue.client import TransferQueueClient
+
+    client = TransferQueueClient(f"rlplane_{os.getpid()}_{uuid.uuid4().hex[:8]}", tq["controller"], 2)
+    try:
+        with quiet_stderr(mooncake and quiet):
+            client.initialize_storage_manager("MooncakeStore" if mooncake else "SimpleStorage", backend)
+    except ImportError as error:
+        client.close()
+        raise MissingExtraError(
+            "backend mooncake_cpu needs Mooncake; install it with: pip install 'rlplane[mooncake]'"
+        ) from error
+    except (RuntimeError, TimeoutError) as error:
+        client.close()
+        raise PlaneConnectionError(f"TransferQueue cannot be reached: {error}") from error
+    kind = MooncakeStorage if mooncake else SimpleStorage
+    return kind(client, units, controller, ack_timeout_s(cfg))
+
+
+def _own_transport(options: Mapping[str, Any], backend: Mapping[str, Any]) -> dict[str, str]:
+    """This host's RDMA devices are not those of the host that started the plane."""
+    from rlplane.adapters.transfer_queue.network import _mooncake_transport_config
+
+    return _mooncake_transport_config({**options, "mooncake_protocol": backend["protocol"]})
+
+
+def _ensure_ray(cfg: DataPlaneConfig, *, start: bool) -> bool:
+    """Connect this process to Ray, starting one only if ``start`` and there is none; say whether we did."""
+    ray = _ray()
+    if ray.is_initialized():
+        return False
+    options = _options(cfg)
+    address = options.get("ray_address") or _address(cfg) or os.environ.get("RAY_ADDRESS")
+    arguments: dict[str, Any] = {
+        "log_to_driver": bool(options.get("log_to_driver")),
+        "logging_level": logging.INFO if options.get("log_to_driver") else logging.ERROR,
+    }
+    if address is None:
+        # Ray joins a cluster of this machine where there is one, and else starts one of its own.
+        arguments["address"] = None if start else "auto"
+    elif address != "local" or start:
+        arguments["address"] = address
+    else:
+        raise PlaneConnectionError("transfer_queue.ray_address is 'local': there is no Ray to connect to yet")
+    if start and address in (None, "local"):
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        arguments["include_dashboard"] = False
+        if options.get("node_ip"):
+            arguments["_node_ip_address"] = options["node_ip"]
+    try:
+        ray.init(**arguments)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlaneConnectionError(f"no Ray at {address or 'this machine'}: {error}") from error
+    return True
+
+
+def _address(cfg: DataPlaneConfig) -> str | None:
+    """``controller_address``: here, the address of the Ray cluster that the controller is on."""
+    address = cfg.get("controller_address")
+    if address and address.startswith(("ipc://", "tcp://", "inproc://")):
+        raise ConfigError(
+            f"controller_address is {address!r}, which is that of a local plane; for impl transfer_queue it "
+            "is the address of a Ray cluster, such as 10.0.0.1:6379"
+        )
+    return address
+
+
+def _listen_ip(cfg: DataPlaneConfig) -> str:
+    from transfer_queue.utils.zmq_utils import get_node_ip_address
+
+    return _options(cfg).get("node_ip") or str(get_node_ip_address())
+
+
+def _quiet_transfer_queue(options: Mapping[str, Any]) -> None:
+    """TransferQueue gives every module a handler to standard error; ours say what went wrong by errors."""
+    if options.get("log_to_driver"):
+        return
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] == "transfer_queue":
+            logging.getLogger(name).setLevel(os.environ["TQ_LOGGING_LEVEL"])
+
+
+def namespace(cfg: DataPlaneConfig) -> str:
+    """The Ray namespace of the plane."""
+    return str(_options(cfg).get("namespace") or NAMESPACE)
+
+
+def ack_timeout_s(cfg: DataPlaneConfig) -> float:
+    """How long an answer may take."""
+    return float(cfg.get("ack_timeout_ms") or DEFAULT_ACK_TIMEOUT_MS) / 1000
+
+
+def _options(cfg: DataPlaneConfig) -> dict[str, Any]:
+    return cfg.get("transfer_queue") or {}
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import transfer_queue  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            "impl transfer_queue needs Ray and TransferQueue; "
+            "install them with: pip install 'rlplane[transfer-queue]'"
+        ) from error
+    return ray

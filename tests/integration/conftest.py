@@ -1,0 +1,112 @@
+"""Ray, TransferQueue and Mooncake for the tests: started once per session, on loopback, in a directory of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rlplane.adapters.transfer_queue import TQDataPlaneClient
+from rlplane.config import load_config
+from rlplane.interfaces import DataPlaneConfig
+
+BACKENDS = {"simple": "cluster-simple", "mooncake_cpu": "cluster-mooncake"}
+
+
+def cluster_config(backend: str, **keys: Any) -> DataPlaneConfig:
+    """A small plane on loopback. Unless it is told otherwise, it has a Ray namespace to itself."""
+    small = {
+        "transfer_queue.node_ip": "127.0.0.1",
+        "transfer_queue.namespace": f"test-{uuid.uuid4().hex[:8]}",
+        "num_storage_units": 1,
+        "global_segment_size": 128 << 20,
+        "local_buffer_size": 4 << 20,
+        "claim_meta_poll_interval_s": 0.05,
+    }
+    return load_config(BACKENDS[backend], {**small, **keys})
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """A Ray of our own; its address."""
+    ray = pytest.importorskip("ray")
+    # Short: Ray puts Unix sockets below it, and their paths have little room.
+    directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=100 << 20,
+        _node_ip_address="127.0.0.1",
+        _temp_dir=directory,
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class ClusterFactory:
+    """Planes of one backend, for the conformance suite; one plane serves every check that can share it."""
+
+    time_scale = 2.0
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._owners: dict[frozenset[tuple[str, Any]], TQDataPlaneClient] = {}
+
+    def config(self, **keys: Any) -> DataPlaneConfig:
+        """The config of the plane that has these keys, which is started when first asked for."""
+        # What only the client reads needs no plane of its own.
+        mine = {key: value for key, value in keys.items() if key not in ("allow_pickle", "local_buffer_size")}
+        if self.backend == "simple" and "global_segment_size" in mine:
+            raise NotImplementedError("backend simple has no capacity in bytes")
+        key = frozenset(mine.items())
+        if key not in self._owners:
+            units = 1 if mine else 2
+            config = cluster_config(self.backend, **{"num_storage_units": units, **mine})
+            self._owners[key] = TQDataPlaneClient(config)
+        return load_config(dict(self._owners[key]._cfg), keys)
+
+    def client(self, **keys: Any) -> TQDataPlaneClient:
+        """A client that asks for a plane with these keys, and finds one."""
+        return TQDataPlaneClient(self.config(**keys))
+
+    def worker(self, client: TQDataPlaneClient) -> TQDataPlaneClient:
+        """One more client of the plane of ``client``."""
+        return TQDataPlaneClient(client._cfg, bootstrap=False)
+
+    def close(self) -> None:
+        """End every plane."""
+        for owner in self._owners.values():
+            owner.close()
+
+
+@pytest.fixture(scope="session", params=list(BACKENDS))
+def cluster(request: pytest.FixtureRequest, ray_cluster: str) -> Iterator[ClusterFactory]:
+    """The planes of each backend in turn."""
+    factory = ClusterFactory(request.param)
+    yield factory
+    factory.close()
+
+
+@pytest.fixture
+def start_plane(ray_cluster: str) -> Iterator[Callable[..., TQDataPlaneClient]]:
+    """Starts planes that a test may break: ``start_plane(backend, **config)`` gives the bootstrap client."""
+    started: list[TQDataPlaneClient] = []
+
+    def start(backend: str, **keys: Any) -> TQDataPlaneClient:
+        client = TQDataPlaneClient(cluster_config(backend, **keys))
+        started.append(client)
+        return client
+
+    yield start
+    for client in started:
+        client.close()
