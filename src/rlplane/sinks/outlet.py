@@ -58,6 +58,7 @@ class Outlet:
         self._thread: threading.Thread | None = None
         self._busy_since: float | None = None
         self._in_a_row = 0
+        self._stuck = False
         self._closing = False
         self._done = False
         self.enabled = True
@@ -89,7 +90,7 @@ class Outlet:
     def flush(self, timeout_s: float) -> bool:
         """Wait until all that was offered has been delivered (or dropped); False if that takes too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._idle() or not self.enabled, timeout_s)
+            return self._changed.wait_for(lambda: self._idle() or self._stuck, timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Deliver what is queued, close what is behind, for at most ``timeout_s``. Idempotent."""
@@ -102,8 +103,7 @@ class Outlet:
             if self._thread is None or threading.current_thread() is self._thread:
                 return
             self._changed.notify_all()
-            stuck = not self.enabled and self._busy_since is not None
-            self._changed.wait_for(lambda: self._done, 0 if stuck else timeout_s)
+            self._changed.wait_for(lambda: self._done or self._stuck, timeout_s)
 
     def state(self) -> dict[str, Any]:
         """Counts for the snapshot."""
@@ -128,6 +128,7 @@ class Outlet:
     def _check_stuck(self) -> None:
         if self._busy_since is not None and time.monotonic() - self._busy_since > self._stuck_after_s:
             self.failures += 1
+            self._stuck = True
             self._switch_off(f"it has not come back for {self._stuck_after_s:g} s")
 
     def _switch_off(self, reason: str) -> None:
@@ -146,7 +147,8 @@ class Outlet:
                 self._busy_since = time.monotonic()
             for items in batch if self._one_by_one else [batch] if batch else []:
                 if not self.enabled:
-                    break
+                    self.dropped += 1 if self._one_by_one else size
+                    continue
                 self._busy_since = time.monotonic()
                 error = self._attempt(self._deliver, items)
                 self._count(1 if self._one_by_one else size, error)
