@@ -93,6 +93,9 @@ class PicturedRun:
         self.state = state or self.state
         self.elapsed_s += seconds
         self._seq += 1
+        for (name, _), entry in self._counters.items():
+            if name == "op_failures":
+                entry[1] = 0.0
         wave = 1 + 0.25 * math.sin(self.elapsed_s / 7) + 0.05 * self._random.standard_normal()
         share = self.n_workers / len(self.partitions)
         before = dict(self._written), dict(self._claimed), dict(self._cleared)

@@ -37,23 +37,23 @@ def findings(snapshot: MetricsSnapshot) -> list[Finding]:
     if snapshot.state is SessionState.COMPLETE and snapshot.n_pending_tasks:
         found.append(Finding("warning", f"the drain timed out with {snapshot.n_pending_tasks} pending"))
     if snapshot.state.is_final and snapshot.n_in_flight:
-        left = format_count(snapshot.n_in_flight)
-        found.append(Finding("warning", f"{left} samples were never cleared"))
+        left = _number(snapshot.n_in_flight, "sample")
+        found.append(Finding("warning", f"never cleared: {left}"))
     return sorted(found, key=lambda finding: -_WORST[finding.level])
 
 
 def _failures(snapshot: MetricsSnapshot) -> list[Finding]:
     found = []
-    for name, what in (("op_failures", "operations failed"), ("transfer_failures", "transfers failed")):
+    for name, what in (("op_failures", "operation"), ("transfer_failures", "transfer")):
         total, rate = snapshot.total(name), snapshot.rate(name)
         if total:
             # Failures that have stopped are still worth a look, but they are not an emergency.
             now = f", {rate:.3g} per second now" if rate > 0 else ""
             level: Level = "error" if rate > 0 else "warning"
-            found.append(Finding(level, f"{format_count(total)} {what}{now}"))
+            found.append(Finding(level, f"{_number(total, what)} failed{now}"))
     errors = snapshot.total("session_errors")
     if errors:
-        found.append(Finding("error", f"{format_count(errors)} errors were reported by the job"))
+        found.append(Finding("error", f"the job reported {_number(errors, 'error')}"))
     return found
 
 
@@ -62,7 +62,7 @@ def _workers(snapshot: MetricsSnapshot) -> list[Finding]:
     if not silent or snapshot.state.is_final:
         return []
     names = ", ".join(silent[:3]) + (", …" if len(silent) > 3 else "")
-    return [Finding("error", f"{len(silent)} workers are silent: {names}")]
+    return [Finding("error", f"no sign of {_number(len(silent), 'worker')}: {names}")]
 
 
 def _capacity(snapshot: MetricsSnapshot) -> list[Finding]:
@@ -78,13 +78,17 @@ def _capacity(snapshot: MetricsSnapshot) -> list[Finding]:
 def _losses(snapshot: MetricsSnapshot) -> list[Finding]:
     found = []
     for name, what in (
-        ("events_dropped", "events were dropped by workers"),
-        ("batches_lost", "batches of events were lost"),
-        ("bad_frames", "frames could not be read"),
-        ("values_refused", "values were refused"),
+        ("events_dropped", "events dropped by workers"),
+        ("batches_lost", "batches of events lost"),
+        ("bad_frames", "frames that could not be read"),
+        ("values_refused", "values refused"),
         ("trigger_failures", "triggers failed"),
     ):
         total = snapshot.total(name)
         if total:
-            found.append(Finding("warning", f"{format_count(total)} {what}"))
+            found.append(Finding("warning", f"{what}: {format_count(total)}"))
     return found
+
+
+def _number(count: int, what: str) -> str:
+    return f"{format_count(count)} {what}" + ("" if count == 1 else "s")

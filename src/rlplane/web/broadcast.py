@@ -1,0 +1,130 @@
+"""One picture per tick, made and encoded once, whoever and however many are looking."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from rlplane.metrics.snapshot import MetricsSnapshot
+from rlplane.viewing.feed import FeedStatus, RunFeed
+from rlplane.viewing.history import History, HistoryPoint, as_columns
+from rlplane.web.view import make_view, status_view
+
+__all__ = ["Broadcast"]
+
+_LOOK_EVERY_S = 0.1
+_STATUS_EVERY_S = 1.0
+_LARGE_BYTES = 256 * 1024
+_MAX_FINISHED_RUNS = 16
+
+
+class Broadcast:
+    """Keeps the history of what a feed shows, and tells every listener about each new picture.
+
+    Args:
+        feed: Where snapshots come from.
+        interval_s: The least time between two pictures; large ones are sent half as often.
+    """
+
+    def __init__(self, feed: RunFeed, interval_s: float = 0.5) -> None:
+        self.feed = feed
+        self.history = History()
+        self.finished: OrderedDict[str, MetricsSnapshot] = OrderedDict()
+        self._interval_s = interval_s
+        self._version = 0
+        self._sent_at = 0.0
+        self._is_new = False
+        self._size = 0
+        self._status: FeedStatus = feed.status()
+        self._status_at = 0.0
+        self._pending: list[HistoryPoint] = []
+        self._listeners: set[asyncio.Queue[bytes]] = set()
+        self._closing = False
+
+    async def run(self) -> None:
+        """Follow the feed until :meth:`close`."""
+        while not self._closing:
+            self._look()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """End every listener's stream."""
+        self._closing = True
+        for listener in self._listeners:
+            _offer(listener, b"")
+
+    def _look(self) -> None:
+        snapshot, version = self.feed.latest, self.feed.version
+        now = time.monotonic()
+        if snapshot is not None and version != self._version:
+            self._version = version
+            self._note(snapshot)
+            self._is_new = True
+        interval = self._interval_s * (2 if self._size > _LARGE_BYTES else 1)
+        if snapshot is not None and self._is_new and now - self._sent_at >= interval:
+            self._sent_at, self._is_new = now, False
+            if self._listeners:
+                self._send(self._picture(snapshot))
+            self._pending.clear()
+        status = self.feed.status()
+        if status.state != self._status.state or now - self._status_at >= _STATUS_EVERY_S:
+            self._status, self._status_at = status, now
+            self._send(_event("status", msgspec.json.encode(status_view(status))))
+
+    def _note(self, snapshot: MetricsSnapshot) -> None:
+        point = self.history.add(snapshot)
+        if point is not None:
+            self._pending.append(point)
+        if snapshot.state.is_final:
+            self.finished[snapshot.run_id] = snapshot
+            self.finished.move_to_end(snapshot.run_id)
+            while len(self.finished) > _MAX_FINISHED_RUNS:
+                self.finished.popitem(last=False)
+
+    def _picture(self, snapshot: MetricsSnapshot) -> bytes:
+        view = make_view(snapshot, self.feed.status())
+        view["points"] = as_columns(self._pending)
+        message = _event("view", msgspec.json.encode(view))
+        self._size = len(message)
+        return message
+
+    def _send(self, message: bytes) -> None:
+        for listener in self._listeners:
+            _offer(listener, message)
+
+    async def listen(self) -> AsyncIterator[bytes]:
+        """Server-sent events, from the picture of now on, until the listener goes or :meth:`close`."""
+        # A slow browser gets the newest pictures, not all of them: the queue is short.
+        queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=4)
+        self._listeners.add(queue)
+        try:
+            yield b"retry: 1000\n\n"
+            snapshot = self.feed.latest
+            if snapshot is not None:
+                view = make_view(snapshot, self.feed.status())
+                view["points"] = as_columns([])
+                yield _event("view", msgspec.json.encode(view))
+            yield _event("status", msgspec.json.encode(status_view(self.feed.status())))
+            while not self._closing:
+                message = await queue.get()
+                if message:
+                    yield message
+        finally:
+            self._listeners.discard(queue)
+
+
+def _offer(queue: asyncio.Queue[bytes], message: bytes) -> None:
+    if queue.full():
+        with contextlib.suppress(asyncio.QueueEmpty):
+            queue.get_nowait()
+    queue.put_nowait(message)
+
+
+def _event(name: str, payload: bytes) -> bytes:
+    # JSON has no raw newline, so one data line is enough.
+    return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
