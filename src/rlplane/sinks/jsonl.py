@@ -86,15 +86,15 @@ class JsonlSink:
                     return
             except FileNotFoundError:
                 pass
-            os.close(self._file)
-            self._file = self._open()
+            old, self._file = self._file, self._open()
+            os.close(old)
 
     def _rotate(self) -> None:
-        for number in range(self._backups, 0, -1):
-            older = _numbered(self.path, number)
-            newer = _numbered(self.path, number - 1)
-            if newer.exists():
-                os.replace(newer, older)
+        last = 1
+        while last < self._backups and _numbered(self.path, last).exists():
+            last += 1
+        for number in range(min(last, self._backups), 0, -1):
+            os.replace(_numbered(self.path, number - 1), _numbered(self.path, number))
         if not self._backups:
             os.unlink(self.path)
         old, self._file = self._file, self._open()
