@@ -393,11 +393,15 @@ class DataPlaneClient(ABC):
         raise self._unsupported("partition_status")
 
     def save_checkpoint(self, path: str) -> None:
-        """Write all partitions, consistent at one point of time, to the directory ``path``."""
+        """Write all partitions to the file ``path``, consistent at one point of time, all or nothing."""
         raise self._unsupported("save_checkpoint")
 
-    def load_checkpoint(self, path: str) -> None:
-        """Replace the plane's content with a checkpoint's. A bad one is refused whole."""
+    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
+        """Replace the plane's content with a checkpoint's. A bad one is refused, and the plane stays.
+
+        Cursors come back as they were. ``release_claims=True`` hands out again what had been claimed by
+        somebody who had not finished with it, which is what a job wants that resumes with new workers.
+        """
         raise self._unsupported("load_checkpoint")
 
     def _unsupported(self, method: str) -> UnsupportedOperationError:

@@ -17,7 +17,7 @@ from rlplane.index import ControlState
 from rlplane.partition import NOBODY, Column, Partition
 from rlplane.rules import PartitionSpec
 
-__all__ = ["SCHEMA_VERSION", "dump_state", "restore_state"]
+__all__ = ["SCHEMA_VERSION", "block_names", "dump_state", "restore_state"]
 
 SCHEMA_VERSION = 1
 
@@ -77,6 +77,16 @@ def dump_state(state: ControlState) -> bytes:
         born = partition.born[rows].tobytes()
         partitions.append(_Partition(partition.spec, partition.written, ids, tags, born, columns, tasks))
     return msgspec.msgpack.encode(_State(SCHEMA_VERSION, state.stamp, partitions))
+
+
+def block_names(data: bytes) -> dict[int, str]:
+    """For each block in ``data``, the partition and field that it belongs to."""
+    names = {}
+    for partition in msgspec.msgpack.decode(data, type=_State).partitions:
+        for column in partition.columns:
+            for block in np.unique(np.frombuffer(column.blocks, np.int64)).tolist():
+                names[block] = f"{partition.spec.partition_id}/{column.name}"
+    return names
 
 
 def restore_state(

@@ -308,9 +308,14 @@ class MetricsDataPlaneClient(DataPlaneClient):
     def save_checkpoint(self, path: str) -> None:
         self._run("save_checkpoint", "", lambda: self._inner.save_checkpoint(path))
 
-    def load_checkpoint(self, path: str) -> None:
+    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
         # The plane's content is replaced, so nothing of what this client put is there any more.
-        self._run("load_checkpoint", "", lambda: self._inner.load_checkpoint(path), action=RESET)
+        self._run(
+            "load_checkpoint",
+            "",
+            lambda: self._inner.load_checkpoint(path, release_claims=release_claims),
+            action=RESET,
+        )
 
     def __getattr__(self, name: str) -> Any:
         # What an engine has beyond the contract stays in reach.

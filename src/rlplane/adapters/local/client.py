@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.blocks import assemble
+from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.connection import Connection
 from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_all
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, remove_if_dead
@@ -259,6 +260,45 @@ class ShmDataPlaneClient(DataPlaneClient):
         status: dict[str, Any] = self._link().connection.request(wire.Status(None)).value
         return status
 
+    def save_checkpoint(self, path: str) -> None:
+        link = self._link()
+        frozen: wire.Frozen = link.connection.request(wire.Freeze())
+        lease = Lease(lambda: link.connection.release(frozen.lease))
+        try:
+            extents = [link.segments.view(extent) for extent in frozen.extents]
+            blocks = {
+                number: (layout, extents[index][start : start + layout.nbytes])
+                for number, (index, start, layout) in frozen.blocks.items()
+            }
+            write_checkpoint(path, frozen.state, blocks)
+        finally:
+            lease.done()
+
+    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
+        link = self._link()
+        checkpoint = read_checkpoint(path)
+        reserved: list[int] = []
+        blocks: dict[int, tuple[int, int, wire.Layout]] = {}
+        deadline = time.monotonic() + DEFAULT_TIMEOUT_S
+        try:
+            for group in _grouped(checkpoint.layouts, self._slab):
+                extent = self._reserve(link, sum(layout.nbytes for _, layout in group), deadline)
+                reserved.append(extent.number)
+                link.segments.back(extent)
+                memory = link.segments.view(extent)
+                start = 0
+                for number, layout in group:
+                    checkpoint.read_into(number, memory[start : start + layout.nbytes])
+                    blocks[number] = (extent.number, start, layout)
+                    start += layout.nbytes
+            link.connection.request(wire.Restore(checkpoint.state, reserved, blocks, release_claims))
+        except BaseException:
+            for number in reserved:
+                with contextlib.suppress(PlaneConnectionError):
+                    link.connection.request(wire.Unreserve(number))
+            raise
+        link.specs.clear()
+
     def close(self) -> None:
         with self._lock:
             if self._closed:
@@ -456,6 +496,19 @@ class _Reader:
 
 
 _scratch = ScratchPool()
+
+
+def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int, wire.Layout]]]:
+    """Blocks in groups of at most ``most`` bytes, so that each group needs one reservation."""
+    groups: list[list[tuple[int, wire.Layout]]] = []
+    room = 0
+    for number, layout in layouts.items():
+        if layout.nbytes > room or not groups:
+            groups.append([])
+            room = most
+        groups[-1].append((number, layout))
+        room -= layout.nbytes
+    return groups
 
 
 def _fill(memory: Tensor, write: Write) -> None:

@@ -97,10 +97,12 @@ class Connection:
             self._alive.send(BYE, socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             self._alive.shutdown(socket.SHUT_RDWR)  # wakes the threads that poll it
-        for channel in channels:
-            if channel.lock.acquire(timeout=1.0):
-                channel.close(linger=0)
-                channel.lock.release()
+        idle = [channel for channel in channels if channel.lock.acquire(timeout=1.0)]
+        for channel in idle:
+            channel.close(linger=0)
+            channel.lock.release()
+        if len(idle) == len(channels):
+            self._context.term()
         self._alive.close()
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.adapters.local.blocks import Layout, assemble
+from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.requests import (
     Write,
     checked_fields,
@@ -29,6 +30,7 @@ from rlplane.adapters.local.requests import (
 from rlplane.errors import CapacityError, CapacityTimeoutError, ClientClosedError, PlaneConnectionError
 from rlplane.index import Batch, Claim, ControlState, Put
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, DataPlaneConfig, KVBatchMeta
+from rlplane.persist import dump_state, restore_state
 from rlplane.rules import PartitionSpec, check_ids, check_names, check_timeout
 
 __all__ = ["MemoryDataPlaneClient"]
@@ -288,6 +290,41 @@ class MemoryDataPlaneClient(DataPlaneClient):
         with plane.lock:
             status = plane.state.partition(partition_id).status(time.time())
             return status | {"capacity": plane.state.capacity, "capacity_bytes": plane.max_bytes}
+
+    def save_checkpoint(self, path: str) -> None:
+        plane = self._open()
+        with plane.lock:
+            state = dump_state(plane.state)
+            # Blocks are never written again, so holding them is a consistent copy.
+            blocks = {number: plane.blocks[number] for number in plane.state.blocks()}
+        write_checkpoint(path, state, blocks)
+
+    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
+        plane = self._open()
+        checkpoint = read_checkpoint(path)
+        sizes = {number: layout.nbytes for number, layout in checkpoint.layouts.items()}
+        total = sum(sizes.values())
+        if total > plane.max_bytes:
+            raise CapacityError(
+                f"the checkpoint has {total:,} bytes; global_segment_size is {plane.max_bytes:,}"
+            )
+        loaded = {}
+        for number, layout in checkpoint.layouts.items():
+            block = torch.empty(layout.nbytes, dtype=torch.uint8)
+            checkpoint.read_into(number, block)
+            loaded[number] = (layout, block)
+        with plane.lock:
+            numbers = {number: plane.next_block + place for place, number in enumerate(loaded)}
+            state = restore_state(
+                checkpoint.state, numbers, sizes, plane.state.capacity, release_claims=release_claims
+            )
+            plane.state.abort(PlaneConnectionError("the plane was replaced by a checkpoint"))
+            plane.settle()
+            plane.next_block += len(loaded)
+            plane.state = state
+            plane.blocks = {numbers[number]: block for number, block in loaded.items()}
+            plane.held_bytes = total
+            plane.room.notify_all()
 
     def close(self) -> None:
         if self._closed:

@@ -1,0 +1,98 @@
+"""Whether this machine can run the shared-memory engine, and what dead planes have left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlplane.adapters.local.planedir import SHM, left_overs, remove_if_dead
+
+__all__ = ["Check", "clean", "inspect"]
+
+_SMALL_SHM = 2 * 2**30
+_FEW_FILES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. ``status`` is ``ok``, ``warning`` or ``problem``."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def inspect() -> list[Check]:
+    """Look at everything that the engine needs of the machine."""
+    return [_platform(), _shm_size(), _shm_write(), _file_limit(), _mappings(), _left_overs()]
+
+
+def clean() -> list[Path]:
+    """Remove what dead planes have left, and say what it was."""
+    return [path for path in left_overs() if remove_if_dead(path)]
+
+
+def _platform() -> Check:
+    if sys.platform != "linux":
+        return Check(
+            "platform",
+            "problem",
+            f"{sys.platform}: the shm backend needs Linux; backend memory runs anywhere",
+        )
+    return Check("platform", "ok", f"Linux {os.uname().release}, Python {sys.version.split()[0]}")
+
+
+def _shm_size() -> Check:
+    if not SHM.is_dir():
+        return Check("shared memory", "problem", f"{SHM} is not there; mount a tmpfs on it")
+    stat = os.statvfs(SHM)
+    total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    detail = f"{SHM}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    if free < _SMALL_SHM:
+        hint = "set global_segment_size below it, or enlarge it (docker run --shm-size=16g)"
+        return Check("shared memory", "warning", f"{detail}; {hint}")
+    return Check("shared memory", "ok", detail)
+
+
+def _shm_write() -> Check:
+    probe = SHM / f".rlplane-probe-{os.getpid()}"
+    try:
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, 2**20)
+        finally:
+            os.close(fd)
+            probe.unlink()
+    except OSError as error:
+        return Check("shared memory is writable", "problem", f"{SHM}: {error.strerror}")
+    return Check("shared memory is writable", "ok", "1 MiB written and removed")
+
+
+def _file_limit() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"{soft} open files (hard limit {hard})"
+    if soft < _FEW_FILES:
+        return Check("file descriptors", "warning", f"{detail}; raise it: ulimit -n {min(hard, 65536)}")
+    return Check("file descriptors", "ok", detail)
+
+
+def _mappings() -> Check:
+    try:
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return Check("mappings", "warning", "vm.max_map_count cannot be read")
+    detail = f"vm.max_map_count is {limit}; every batch that is held without a copy needs one or a few"
+    return Check("mappings", "ok" if limit >= 65530 else "warning", detail)
+
+
+def _left_overs() -> Check:
+    found = left_overs()
+    if not found:
+        return Check("left-overs of dead planes", "ok", "none")
+    size = sum(file.stat().st_blocks * 512 for path in found for file in path.iterdir() if file.is_file())
+    names = ", ".join(path.name for path in found[:3]) + (", …" if len(found) > 3 else "")
+    detail = f"{len(found)} ({size / 2**20:.1f} MiB): {names}; remove them with rlplane doctor --clean"
+    return Check("left-overs of dead planes", "warning", detail)
