@@ -81,7 +81,7 @@ class MetricsAggregatorService:
         prometheus_port: int | None = None,
         max_values_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         allow_remote: bool = False,
-        linger_s: float = 10.0,
+        linger_s: float = 3.0,
     ) -> None:
         self.run_id = run_id
         self.state = SessionState.INITIALIZE
@@ -406,7 +406,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-values-in-memory", type=int, default=DEFAULT_MAX_IN_MEMORY, metavar="N", help=argparse.SUPPRESS
     )
-    add("--linger", type=float, default=10.0, metavar="S", help=argparse.SUPPRESS)
+    add("--linger", type=float, default=3.0, metavar="S", help=argparse.SUPPRESS)
     add("--allow-remote", action="store_true", help="permit addresses that other machines can reach")
     add("--ready-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser

@@ -81,7 +81,8 @@ class HdrCounts:
 
     def place(self, edges: npt.NDArray[np.float64], scale: float = 1.0) -> EdgePlaces:
         """Where edges, in steps of ``scale``, lie among the slots; the same for all counts of this layout."""
-        slots = self.slots((edges / scale).astype(np.int64))
+        # Nothing is counted above the highest value, so an edge may as well be just beyond it.
+        slots = self.slots(np.minimum(edges / scale, 2.0 * HIGHEST_TRACKABLE).astype(np.int64))
         lowest, highest = self.bounds(slots)
         # A slot counts whole: below an edge if its middle is.
         return slots, (lowest + highest) * (0.5 * scale) < edges

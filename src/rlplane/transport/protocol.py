@@ -28,8 +28,9 @@ class MessagePublisher(ABC, Generic[T]):
     def publish(self, item: T, *, deliver_within_s: float | None = None) -> bool:
         """Send ``item``. Returns whether the carrier took it for every receiver that is connected.
 
-        Without ``deliver_within_s`` a receiver that is too slow loses the message; with it, the call waits
-        up to that long until each one has room.
+        Without ``deliver_within_s`` a receiver that is too slow loses the message. With it, the message is
+        offered again for up to that long while a receiver may be full: it may arrive more than once, and
+        False means that one may have missed it.
         """
         topic, payload = self._codec.encode(item)
         return self._send_frame(join_frame(topic, payload), deliver_within_s)

@@ -33,6 +33,9 @@ T = TypeVar("T")
 # One call of a loop's reader takes at most this many frames, so that ticks and signals get their turn.
 _FRAMES_PER_TURN = 256
 
+# How often a message with a deadline is sent again while a subscriber may be full.
+_RESEND_S = 0.02
+
 
 class Pattern(enum.Enum):
     """Who gets a message: all subscribers, or the one that collects."""
@@ -76,6 +79,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         self._resend_last = resend_last
         self._last_frame: bytes | None = None
         self._n_subscribers = 0
+        self._someone_was_full = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket = _Socket(zmq.XPUB if self._broadcast else zmq.PUSH, context)
         raw = self._socket.raw
@@ -84,6 +88,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         if self._broadcast:
             # VERBOSER: hear every subscription and its end, also the second one of the same topic.
             raw.setsockopt(zmq.XPUB_VERBOSER, 1)
+            raw.setsockopt(zmq.XPUB_NODROP, 1)  # So that a full subscriber is noticed.
         self._socket.open(address, self._broadcast if bind is None else bind, ready_check, allow_remote)
 
     @property
@@ -101,11 +106,27 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         self._last_frame = frame
         if not self._broadcast:
             return self._send_collected(frame, deliver_within_s)
-        if deliver_within_s is None:
-            self._socket.raw.send(frame, zmq.NOBLOCK)
-            self.handle_subscriptions()
+        self._send_to_all(frame)
+        self.handle_subscriptions()
+        if not self._someone_was_full:
             return True
-        return self._send_to_all(frame, deliver_within_s)
+        # Who was full once gets nothing until it has read, and ZeroMQ does not tell when that is: send again.
+        deadline = time.monotonic() + (deliver_within_s or 0.0)
+        while time.monotonic() < deadline:
+            time.sleep(_RESEND_S)
+            self._send_to_all(frame)
+        return False
+
+    def _send_to_all(self, frame: bytes) -> None:
+        raw = self._socket.raw
+        try:
+            raw.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            # With NODROP one full subscriber stops the message for all; without, it alone misses it.
+            self._someone_was_full = True
+            raw.setsockopt(zmq.XPUB_NODROP, 0)
+            raw.send(frame, zmq.NOBLOCK)
+            raw.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _send_collected(self, frame: bytes, deliver_within_s: float | None) -> bool:
         raw = self._socket.raw
@@ -116,25 +137,6 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         except zmq.Again:
             return False
         return True
-
-    def _send_to_all(self, frame: bytes, within_s: float) -> bool:
-        raw = self._socket.raw
-        deadline = time.monotonic() + within_s
-        raw.setsockopt(zmq.XPUB_NODROP, 1)
-        try:
-            while True:
-                try:
-                    raw.send(frame, zmq.NOBLOCK)
-                    return True
-                except zmq.Again:
-                    if time.monotonic() >= deadline:
-                        break
-                    # A full pipe does not wake a poll for POLLOUT of XPUB reliably: look again soon.
-                    time.sleep(0.01)
-        finally:
-            raw.setsockopt(zmq.XPUB_NODROP, 0)
-        raw.send(frame, zmq.NOBLOCK)  # Those that have room get it all the same.
-        return False
 
     def handle_subscriptions(self) -> None:
         """Take note of who came and went; a newcomer gets the last message when ``resend_last`` is on."""
@@ -151,7 +153,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
             newcomers += came
         if newcomers and self._resend_last and self._last_frame is not None:
             # To all, because XPUB cannot address one; a snapshot that arrives twice is the same snapshot.
-            self._socket.raw.send(self._last_frame, zmq.NOBLOCK)
+            self._send_to_all(self._last_frame)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve newcomers from ``loop``, between two messages too."""
