@@ -6,7 +6,7 @@ import msgspec
 
 from rlplane.metrics.snapshot import MetricsSnapshot, PartitionStat, TaskStat
 
-__all__ = ["PRODUCERS", "FlowPicture", "TaskFlow", "flows", "partition_flow"]
+__all__ = ["PRODUCERS", "FlowPicture", "TaskFlow", "fill_of", "flows", "partition_flow"]
 
 PRODUCERS = "producers"
 # A backlog of less than this many seconds of work is what any pipeline has between two batches.
@@ -75,13 +75,14 @@ def _picture(part: PartitionStat, written: Rates, claimed: Rates, cleared: Rates
         cleared.get((name, ""), 0.0),
         part.samples,
         part.bytes,
-        _fill(part),
+        fill_of(part),
         tasks,
         _find_holdup(part.tasks, write_rate),
     )
 
 
-def _fill(part: PartitionStat) -> float | None:
+def fill_of(part: PartitionStat) -> float | None:
+    """How full a partition is, by samples or by bytes, whichever is fuller; None without a capacity."""
     shares = [
         held / capacity
         for held, capacity in ((part.samples, part.capacity_samples), (part.bytes, part.capacity_bytes))

@@ -1,0 +1,320 @@
+"""The tables of ``rlplane top``: which columns they have, and what stands out in them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlplane.metrics.snapshot import (
+    LogLine,
+    MetricsSnapshot,
+    PartitionStat,
+    SampleAge,
+    TaskStat,
+    WorkerStat,
+)
+from rlplane.tui.sparks import bar, spark
+from rlplane.tui.table import Column, LiveTable
+from rlplane.viewing.flow import fill_of
+from rlplane.viewing.units import (
+    format_age,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_ns,
+    format_percent,
+)
+
+__all__ = [
+    "OpRow",
+    "WorkerRow",
+    "log_table",
+    "op_rows",
+    "op_table",
+    "partition_table",
+    "sample_table",
+    "task_table",
+    "worker_rows",
+    "worker_table",
+]
+
+SPARK_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """One operation over all partitions; latencies in ns over the whole run."""
+
+    op: str
+    rate: float
+    bytes_rate: float
+    count: int
+    failures: int
+    timeouts: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    recent: Sequence[float]
+
+
+class WorkerRow(NamedTuple):
+    """A worker, and how long ago it was last seen."""
+
+    stat: WorkerStat
+    seen_s: float
+
+
+def op_rows(snapshot: MetricsSnapshot, recent: Mapping[str, deque[float]]) -> list[OpRow]:
+    """The operations of a snapshot, the most frequent first."""
+    names = dict.fromkeys(stat.labels.get("op", "") for stat in snapshot.counters("ops"))
+    rows = []
+    for op in names:
+        latency = next(snapshot.series("op_latency", op=op), None)
+        percentiles = latency.percentiles if latency is not None else {}
+        rows.append(
+            OpRow(
+                op,
+                snapshot.rate("ops", op=op),
+                snapshot.rate("op_bytes", op=op),
+                snapshot.total("ops", op=op),
+                snapshot.total("op_failures", op=op),
+                snapshot.total("op_timeouts", op=op),
+                percentiles.get("p50"),
+                percentiles.get("p90"),
+                percentiles.get("p99"),
+                list(recent.get(op, ())),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.count)
+
+
+def worker_rows(snapshot: MetricsSnapshot) -> list[WorkerRow]:
+    return [
+        WorkerRow(worker, max(0.0, (snapshot.time_ns - worker.last_seen_ns) / 1e9))
+        for worker in snapshot.workers
+    ]
+
+
+def op_table() -> LiveTable[OpRow]:
+    return LiveTable(
+        [
+            Column("operation", 12, lambda row: row.op, lambda row: row.op, left=True),
+            Column("ops/s", 8, lambda row: row.rate, lambda row: format_count(row.rate)),
+            Column(
+                "last seconds",
+                SPARK_WIDTH,
+                lambda row: row.rate,
+                lambda row: spark(row.recent, SPARK_WIDTH),
+                style=lambda row: "line",
+            ),
+            Column("bytes/s", 10, lambda row: row.bytes_rate, lambda row: format_bytes(row.bytes_rate)),
+            Column("p50", 8, lambda row: row.p50, lambda row: format_ns(row.p50)),
+            Column("p90", 8, lambda row: row.p90, lambda row: format_ns(row.p90)),
+            Column("p99", 8, lambda row: row.p99, lambda row: format_ns(row.p99)),
+            Column("count", 8, lambda row: row.count, lambda row: format_count(row.count)),
+            Column(
+                "failed",
+                7,
+                lambda row: row.failures,
+                lambda row: format_count(row.failures),
+                style=lambda row: "bad" if row.failures else "dim",
+            ),
+            Column(
+                "timeouts",
+                8,
+                lambda row: row.timeouts,
+                lambda row: format_count(row.timeouts),
+                style=lambda row: "warn" if row.timeouts else "dim",
+            ),
+        ],
+        key=lambda row: row.op,
+        sort="count",
+        empty="no operation has finished yet",
+        id="ops",
+    )
+
+
+def _fill_text(part: PartitionStat) -> str:
+    share = fill_of(part)
+    return "" if share is None else f"{bar(share, 8)} {format_percent(share):>4}"
+
+
+def _fill_style(part: PartitionStat) -> str:
+    share = fill_of(part) or 0.0
+    return "bad" if share > 0.9 else "warn" if share > 0.7 else "line"
+
+
+def _sum_tasks(part: PartitionStat, name: str) -> int | None:
+    known = [getattr(task, name) for task in part.tasks if getattr(task, name) is not None]
+    return sum(known) if known else None
+
+
+def _tasks_text(part: PartitionStat) -> str:
+    """``name ready/claimed/waiting`` for each task."""
+    return "  ".join(
+        f"{task.task} {format_count(task.ready)}/{format_count(task.claimed)}/{format_count(task.waiting)}"
+        for task in part.tasks
+    )
+
+
+def partition_table() -> LiveTable[PartitionStat]:
+    return LiveTable(
+        [
+            Column("partition", 14, lambda part: part.partition, lambda part: part.partition, left=True),
+            Column("samples", 8, lambda part: part.samples, lambda part: format_count(part.samples)),
+            Column("bytes", 9, lambda part: part.bytes, lambda part: format_bytes(part.bytes)),
+            Column("full", 13, fill_of, _fill_text, style=_fill_style),
+            Column(
+                "ready",
+                7,
+                lambda part: _sum_tasks(part, "ready"),
+                lambda part: format_count(_sum_tasks(part, "ready")),
+            ),
+            Column(
+                "waiting",
+                7,
+                lambda part: _sum_tasks(part, "waiting"),
+                lambda part: format_count(_sum_tasks(part, "waiting")),
+            ),
+            Column(
+                "oldest", 8, lambda part: part.oldest_age_s, lambda part: format_duration(part.oldest_age_s)
+            ),
+            Column("written", 8, lambda part: part.written, lambda part: format_count(part.written)),
+            Column("cleared", 8, lambda part: part.cleared, lambda part: format_count(part.cleared)),
+            Column("each task: ready/claimed/waiting", 46, _tasks_text, _tasks_text, left=True),
+        ],
+        key=lambda part: part.partition,
+        sort="samples",
+        empty="no partition has been seen yet",
+        id="partitions",
+    )
+
+
+def task_table() -> LiveTable[tuple[TaskStat, float, float | None, float | None, float | None]]:
+    """One partition's tasks: the stat, claims per second, delay p50 and p99 in ns, staleness p90."""
+    return LiveTable(
+        [
+            Column("task", 16, lambda row: row[0].task, lambda row: row[0].task, left=True),
+            Column("ready", 9, lambda row: row[0].ready, lambda row: format_count(row[0].ready)),
+            Column("claimed", 9, lambda row: row[0].claimed, lambda row: format_count(row[0].claimed)),
+            Column(
+                "waiting",
+                9,
+                lambda row: row[0].waiting,
+                lambda row: format_count(row[0].waiting),
+                style=lambda row: "warn" if row[0].waiting else "dim",
+            ),
+            Column("claims/s", 9, lambda row: row[1], lambda row: format_count(row[1])),
+            Column("delay p50", 10, lambda row: row[2], lambda row: format_ns(row[2])),
+            Column("delay p99", 10, lambda row: row[3], lambda row: format_ns(row[3])),
+            Column("stale p90", 9, lambda row: row[4], lambda row: format_count(row[4])),
+        ],
+        key=lambda row: row[0].task,
+        empty="this partition has no consumer task",
+        id="tasks",
+    )
+
+
+def worker_table() -> LiveTable[WorkerRow]:
+    return LiveTable(
+        [
+            Column("worker", 18, lambda row: row.stat.worker, lambda row: row.stat.worker, left=True),
+            Column("role", 10, lambda row: row.stat.role, lambda row: row.stat.role, left=True),
+            Column("host", 12, lambda row: row.stat.host, lambda row: row.stat.host, left=True),
+            Column("pid", 8, lambda row: row.stat.pid, lambda row: str(row.stat.pid)),
+            Column(
+                "state",
+                7,
+                lambda row: row.stat.state,
+                lambda row: row.stat.state,
+                style=lambda row: {"silent": "bad", "gone": "dim"}.get(row.stat.state, ""),
+            ),
+            Column("ops/s", 8, lambda row: row.stat.rate, lambda row: format_count(row.stat.rate)),
+            Column(
+                "bytes/s", 10, lambda row: row.stat.bytes_rate, lambda row: format_bytes(row.stat.bytes_rate)
+            ),
+            Column("ops", 8, lambda row: row.stat.ops, lambda row: format_count(row.stat.ops)),
+            Column(
+                "errors",
+                7,
+                lambda row: row.stat.failures,
+                lambda row: format_count(row.stat.failures),
+                style=lambda row: "bad" if row.stat.failures else "dim",
+            ),
+            Column(
+                "dropped",
+                7,
+                lambda row: row.stat.dropped,
+                lambda row: format_count(row.stat.dropped),
+                style=lambda row: "warn" if row.stat.dropped else "dim",
+            ),
+            Column("last seen", 9, lambda row: row.seen_s, lambda row: format_age(row.seen_s)),
+        ],
+        key=lambda row: row.stat.worker,
+        sort="ops/s",
+        empty="no worker has been seen yet",
+        id="workers",
+    )
+
+
+def sample_table() -> LiveTable[SampleAge]:
+    return LiveTable(
+        [
+            Column("sample", 24, lambda life: life.sample_id, lambda life: life.sample_id, left=True),
+            Column("partition", 16, lambda life: life.partition, lambda life: life.partition, left=True),
+            Column("age", 9, lambda life: life.age_s, lambda life: format_duration(life.age_s)),
+            Column("written by", 18, lambda life: life.worker, lambda life: life.worker, left=True),
+            Column(
+                "claimed by",
+                28,
+                lambda life: len(life.claimed_by),
+                lambda life: ", ".join(life.claimed_by) or "–",
+                left=True,
+            ),
+            Column(
+                "version",
+                8,
+                lambda life: life.weight_version,
+                lambda life: "–" if life.weight_version is None else str(life.weight_version),
+            ),
+            Column(
+                "failed",
+                6,
+                lambda life: life.failed,
+                lambda life: "yes" if life.failed else "",
+                style=lambda life: "bad",
+            ),
+        ],
+        key=lambda life: f"{life.partition}\0{life.sample_id}",
+        sort="age",
+        empty="no tracked sample is in flight (observability.track_partitions says which are tracked)",
+        id="samples",
+    )
+
+
+def log_table() -> LiveTable[LogLine]:
+    def clock(line: LogLine) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
+
+    def level(line: LogLine) -> str:
+        return "bad" if line.level == "error" else "warn"
+
+    return LiveTable(
+        [
+            Column("time", 9, lambda line: line.time_ns, clock),
+            Column("level", 8, lambda line: line.level, lambda line: line.level, style=level),
+            Column(
+                "worker", 18, lambda line: line.worker, lambda line: line.worker or "aggregator", left=False
+            ),
+            Column(
+                "message", 60, lambda line: line.message, lambda line: line.message, left=True, style=level
+            ),
+        ],
+        key=lambda line: f"{line.time_ns}{line.worker}{line.message}",
+        sort="time",
+        empty="no errors, no warnings",
+        id="log",
+    )

@@ -1,0 +1,156 @@
+"""The screens beside the main one: one partition, the report at the end, the keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Footer, Static
+
+from rlplane.metrics.snapshot import MetricsSnapshot, SeriesStat
+from rlplane.report import Report, render_text
+from rlplane.tui.panes import sample_table, task_table
+from rlplane.tui.sparks import bar
+from rlplane.viewing.flow import PRODUCERS, FlowPicture, partition_flow
+from rlplane.viewing.units import format_bytes, format_count, format_duration, format_ns, format_percent
+
+__all__ = ["KeysScreen", "PartitionScreen", "ReportScreen"]
+
+_BACK: list[BindingType] = [Binding("escape,q,backspace", "dismiss", "Back")]
+
+
+class PartitionScreen(Screen[None]):
+    """One partition: its flow, its tasks, its oldest samples. The application keeps it up to date."""
+
+    CSS = """
+    #flow { height: auto; padding: 1 2; background: $panel; }
+    #tasks { height: 1fr; margin: 1 0 0 0; }
+    #samples { height: 1fr; margin: 1 0 0 0; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = _BACK
+
+    def __init__(self, partition: str) -> None:
+        super().__init__()
+        self.partition = partition
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="flow")
+        yield task_table()
+        yield sample_table()
+        yield Footer()
+
+    def show(self, snapshot: MetricsSnapshot) -> None:
+        """Draw a snapshot."""
+        picture = partition_flow(snapshot, self.partition)
+        flow = self.query_one("#flow", Static)
+        if picture is None:
+            flow.update(Text(f"{self.partition} is not in the run any more"))
+            return
+        flow.update(_describe(picture, snapshot))
+        tasks = self.query_one("#tasks")
+        part = next(part for part in snapshot.partitions if part.partition == self.partition)
+        rates = {task.task: task.rate for task in picture.tasks}
+        rows = []
+        for task in part.tasks:
+            delay = _of(snapshot, "written_to_claimed", self.partition, task.task)
+            stale = _of(snapshot, "staleness", self.partition, task.task)
+            rows.append(
+                (
+                    task,
+                    rates.get(task.task, 0.0),
+                    delay.percentiles.get("p50") if delay else None,
+                    delay.percentiles.get("p99") if delay else None,
+                    stale.percentiles.get("p90") if stale else None,
+                )
+            )
+        tasks.set_rows(rows)  # type: ignore[attr-defined]
+        own = [life for life in snapshot.oldest if life.partition == self.partition]
+        self.query_one("#samples").set_rows(own)  # type: ignore[attr-defined]
+
+
+def _of(snapshot: MetricsSnapshot, name: str, partition: str, task: str) -> SeriesStat | None:
+    return next(snapshot.series(name, partition=partition, task=task), None)
+
+
+def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
+    life = next(snapshot.series("written_to_cleared", partition=picture.partition), None)
+    text = Text()
+    text.append(picture.partition, "bold")
+    text.append(f"   {format_count(picture.samples)} samples, {format_bytes(picture.bytes)}")
+    if picture.fill is not None:
+        text.append(f"   {bar(picture.fill, 20)} {format_percent(picture.fill)} full")
+    text.append("\n\n")
+    _stage(text, "producers", picture.holdup == PRODUCERS)
+    text.append(f" ─{format_count(picture.write_rate)}/s→ ")
+    text.append(f"[{format_count(picture.samples)}]", "bold")
+    text.append(" → ")
+    for at, task in enumerate(picture.tasks):
+        if at:
+            text.append(" · ")
+        _stage(text, task.task, picture.holdup == task.task)
+        text.append(f" {format_count(task.rate)}/s")
+    text.append(f" ─{format_count(picture.clear_rate)}/s→ cleared")
+    if picture.holdup is not None:
+        what = "the producers hold" if picture.holdup == PRODUCERS else f"{picture.holdup} holds"
+        text.append(f"\n{what} everything up", "bold yellow")
+    if life is not None and life.count:
+        text.append(f"\nfrom write to clear: p50 {format_ns(life.percentiles.get('p50'))}", "dim")
+        text.append(f", p99 {format_ns(life.percentiles.get('p99'))}", "dim")
+    return text
+
+
+def _stage(text: Text, name: str, holds: bool) -> None:
+    text.append(name, "black on yellow" if holds else "bold cyan")
+
+
+class ReportScreen(Screen[None]):
+    """The report of a run that has ended."""
+
+    BINDINGS: ClassVar[list[BindingType]] = _BACK
+    CSS = """
+    #report-head { height: 1; background: $success; color: $text; padding: 0 1; }
+    #report { padding: 1 2; width: auto; }
+    """
+
+    def __init__(self, snapshot: MetricsSnapshot) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+    def compose(self) -> ComposeResult:
+        lasted = format_duration(self.snapshot.elapsed_s)
+        yield Static(Text(f"The run has ended after {lasted}: {self.snapshot.state.value}"), id="report-head")
+        with VerticalScroll():
+            yield Static(Text(render_text(Report.from_snapshot(self.snapshot))), id="report")
+        yield Footer()
+
+
+class KeysScreen(ModalScreen[None]):
+    """What the keys do."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark", "dismiss", "Back")]
+    CSS = """
+    KeysScreen { align: center middle; }
+    #keys { width: 62; height: auto; padding: 1 2; background: $panel; border: round $primary; }
+    """
+    KEYS = (
+        ("1 2 3 4", "partitions, workers, oldest samples, log"),
+        ("tab", "next table"),
+        ("↑ ↓ PgUp PgDn", "move the cursor"),
+        ("enter", "look into a partition"),
+        ("s  S  r", "sort by the next or previous column, reverse"),
+        ("/", "filter partitions, workers and samples by a text"),
+        ("p or space", "pause and go on"),
+        ("f", "the report, as it would be now"),
+        ("esc", "back; in the filter: clear it"),
+        ("q", "quit"),
+    )
+
+    def compose(self) -> ComposeResult:
+        text = Text("Keys\n\n", "bold")
+        for keys, what in self.KEYS:
+            text.append(f"{keys:<16}", "cyan").append(f"{what}\n")
+        yield Static(text, id="keys")
