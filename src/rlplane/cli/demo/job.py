@@ -1,0 +1,279 @@
+"""The job: a plane, an aggregator and the stages; what happens when one dies, and when it all ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlplane import DataPlaneClient, UnsupportedOperationError, build_data_plane_client, load_config
+from rlplane.cli.demo.workers import Worker, start_worker
+from rlplane.cli.outcome import CommandError
+from rlplane.metrics.launcher import AggregatorHandle, start_aggregator
+from rlplane_examples.grpo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
+
+if TYPE_CHECKING:
+    from rlplane.report import Report
+
+__all__ = ["Books", "Death", "Job", "Outcome", "engine_config"]
+
+EXEMPLARS = {
+    ("local", "memory"): "local",
+    ("local", "shm"): "shm",
+    ("transfer_queue", "simple"): "cluster-simple",
+    ("transfer_queue", "mooncake_cpu"): "cluster-mooncake",
+}
+INTERRUPTED_NAME = "interrupted.json"
+_LEFT = "left over at the end"
+_STOP_S = 30.0
+
+
+@dataclass
+class Death:
+    """A worker that was killed, who took its place, and what was handed out again."""
+
+    worker: str
+    pid: int
+    at_s: float
+    replaced_by: str
+    handed_out_again: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Books:
+    """What became of the samples of the partition ``rollouts``: the trainer's count beside the plane's.
+
+    ``kept`` are in the checkpoint of an interrupted run; ``lost`` should be in the plane and are not,
+    ``unknown`` are there and should not be; ``left`` are there after everything was cleared.
+    """
+
+    written: int
+    written_by_plane: int
+    cleared: dict[str, int]
+    kept: int
+    lost: list[str]
+    unknown: list[str]
+    left: int
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every sample is accounted for."""
+        accounted = sum(self.cleared.values()) + self.kept
+        return self.written == self.written_by_plane == accounted and not (
+            self.lost or self.unknown or self.left
+        )
+
+
+@dataclass
+class Outcome:
+    """A run, as it ended. ``books`` is None when it was interrupted before the trainer had begun."""
+
+    state: str
+    seconds: float
+    steps: list[dict[str, Any]]
+    deaths: list[Death]
+    books: Books | None
+    resumable: bool
+    report: Report
+
+
+def engine_config(impl: str, backend: str, run_dir: Path, metrics_address: str) -> dict[str, Any]:
+    """The exemplar of the engine, small enough for any machine, with every operation measured."""
+    observability = {
+        "enabled": True,
+        "metrics_address": metrics_address,
+        "track_partitions": [ROLLOUTS],
+        "sinks": [{"kind": "jsonl", "path": str(run_dir / "records" / "{host}-{pid}.jsonl")}],
+    }
+    sizes = {"global_segment_size": 256 << 20, "local_buffer_size": 16 << 20, "storage_capacity": 100_000}
+    overrides = {**sizes, "observability": observability, "claim_meta_poll_interval_s": 0.02}
+    return dict(load_config(EXEMPLARS[impl, backend], overrides))
+
+
+class Job:
+    """One run in one directory. :meth:`run` returns when it is done, or soon after :meth:`interrupt`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_dir: Path,
+        *,
+        impl: str = "local",
+        backend: str = "shm",
+        chaos_s: float | None = None,
+        on_start: Callable[[Job], None] = lambda job: None,
+        on_step: Callable[[dict[str, Any]], None] = lambda step: None,
+        on_death: Callable[[Death], None] = lambda death: None,
+    ) -> None:
+        self.settings, self.run_dir = settings, run_dir
+        self.impl, self.backend, self.chaos_s = impl, backend, chaos_s
+        self.on_start, self.on_step, self.on_death = on_start, on_step, on_death
+        self.workers: list[Worker] = []
+        self.steps: list[dict[str, Any]] = []
+        self.deaths: list[Death] = []
+        self.aggregator: AggregatorHandle | None = None
+        self._last: dict[str, Any] | None = None
+        self._written_earlier = 0
+        self._resumable = False
+        self._interrupted = threading.Event()
+        self._began = time.monotonic()
+
+    def interrupt(self) -> None:
+        """End in order: the step and the batches in hand are finished, then everything is saved."""
+        self._interrupted.set()
+
+    def run(self) -> Outcome:
+        """Start everything, watch it to its end, and end everything, whatever happens."""
+        aggregator = self.aggregator = start_aggregator(out_dir=self.run_dir, drain_timeout_s=10.0)
+        try:
+            config = engine_config(self.impl, self.backend, self.run_dir, aggregator.events_address)
+            with build_data_plane_client(config) as client, self._ending_workers():
+                self._open_plane(client)
+                self._start_workers(client, config)
+                self.on_start(self)
+                self._watch(client, config)
+                self._stop_workers(client)
+                books = self._settle(client)
+        except BaseException as error:
+            aggregator.report_error(f"{type(error).__name__}: {error}")
+            aggregator.interrupt()
+            raise
+        interrupted = self._interrupted.is_set()
+        return Outcome(
+            state="INTERRUPTED" if interrupted else "COMPLETE",
+            seconds=time.monotonic() - self._began,
+            steps=self.steps,
+            deaths=self.deaths,
+            books=books,
+            resumable=self._resumable,
+            report=aggregator.interrupt() if interrupted else aggregator.finish(),
+        )
+
+    def _open_plane(self, client: DataPlaneClient) -> None:
+        note = self.run_dir / INTERRUPTED_NAME
+        if not note.exists():
+            register_partitions(client, self.settings)
+            return
+        client.load_checkpoint(str(self.run_dir / "plane"))
+        earlier = json.loads(note.read_text())
+        self.steps += earlier["steps"]
+        # An engine may count from the beginning or from the load: what matters is what comes after.
+        self._written_earlier = earlier["written"] - client.partition_status(ROLLOUTS)["written"]
+        note.unlink()
+
+    def _start_workers(self, client: DataPlaneClient, config: Mapping[str, Any]) -> None:
+        rollouts = [f"rollout-{number}" for number in range(self.settings.rollout_workers)]
+        for name in ["train-0", *rollouts, "score-0"]:
+            self.workers.append(start_worker(name, client, config, self.settings, self.run_dir))
+
+    @contextlib.contextmanager
+    def _ending_workers(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for worker in self.workers:
+                worker.kill()
+            for worker in self.workers:
+                worker.join(_STOP_S)
+
+    def _watch(self, client: DataPlaneClient, config: Mapping[str, Any]) -> None:
+        """Pass on what the trainer reports, and replace workers that were killed, until the trainer ends."""
+        chance = random.Random(self.settings.seed)
+        next_kill = time.monotonic() + (self.chaos_s or 0.0)
+        while self._last is None and not self._interrupted.is_set():
+            self._hear(client, wait_s=0.2)
+            for place, worker in enumerate(self.workers):
+                if worker.exit_code is not None and self._last is None:
+                    self.workers[place] = self._replace(worker, client, config)
+            if self.chaos_s is not None and time.monotonic() > next_kill:
+                chance.choice(self.workers[1:]).kill()
+                next_kill = time.monotonic() + self.chaos_s * chance.uniform(0.5, 1.5)
+
+    def _hear(self, client: DataPlaneClient, wait_s: float) -> bool:
+        """Take one report of the trainer out of the plane; whether there was one."""
+        try:
+            meta = client.claim_meta(PROGRESS, "watch", [], 1, timeout_s=wait_s)
+        except TimeoutError:
+            return False
+        client.clear_samples(meta.sample_ids, PROGRESS)
+        (tags,) = meta.tags or [{}]
+        if tags.get("done"):
+            self._last = tags
+            return True
+        for death in self.deaths:
+            death.handed_out_again += tags["handed_out_again"].get(death.worker, [])
+        tags["bytes_held"] = client.partition_status(ROLLOUTS)["bytes"]
+        self.steps.append(tags)
+        self.on_step(tags)
+        return True
+
+    def _replace(self, worker: Worker, client: DataPlaneClient, config: Mapping[str, Any]) -> Worker:
+        code = worker.exit_code
+        if worker.name.startswith("train") and code == 0 and self._hear(client, wait_s=_STOP_S):
+            return worker  # its last words were still on their way
+        if code is None or code >= 0 or worker.name.startswith("train"):
+            log = self.run_dir / f"{worker.name}.log"
+            lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+            reason = f": {lines[-1]}" if lines else ""
+            raise CommandError(f"{worker.name} ended with exit code {code}{reason} (see {log})")
+        base, _, generation = worker.name.partition(".")
+        name = f"{base}.{int(generation or 0) + 1}"
+        death = Death(worker.name, worker.pid, round(time.monotonic() - self._began, 2), name)
+        self.deaths.append(death)
+        self.on_death(death)
+        return start_worker(name, client, config, self.settings, self.run_dir)
+
+    def _stop_workers(self, client: DataPlaneClient) -> None:
+        """The trainer first, which has its step to finish; then those that work for it."""
+        trainer, *others = self.workers
+        for group in ([trainer], others):
+            for worker in group:
+                worker.stop()
+            deadline = time.monotonic() + _STOP_S
+            for worker in group:
+                if not worker.join(max(0.0, deadline - time.monotonic())):
+                    raise CommandError(f"{worker.name} (process {worker.pid}) did not stop in {_STOP_S:g} s")
+        while self._hear(client, wait_s=0.0):
+            pass
+
+    def _settle(self, client: DataPlaneClient) -> Books | None:
+        """Compare what the trainer has on its books with what is in the plane, and save or clear that."""
+        if self._last is None:
+            return None
+        expected, live = set(self._last["in_flight"]), set(client.list_sample_ids(ROLLOUTS))
+        books = Books(
+            written=self._last["prompts"] * self.settings.group_size,
+            written_by_plane=client.partition_status(ROLLOUTS)["written"] + self._written_earlier,
+            cleared=dict(self._last["cleared"]),
+            kept=0,
+            lost=sorted(expected - live),
+            unknown=sorted(live - expected),
+            left=0,
+        )
+        if self._interrupted.is_set():
+            books.kept = len(live & expected)
+            self._save(client, books.written)
+            return books
+        books.cleared[_LEFT] = len(live & expected)
+        for partition in (ROLLOUTS, WEIGHTS, PROGRESS):
+            ids = client.list_sample_ids(partition)
+            if ids:
+                client.clear_samples(ids, partition)
+            books.left += client.partition_status(partition)["samples"]
+        return books
+
+    def _save(self, client: DataPlaneClient, written: int) -> None:
+        try:
+            client.save_checkpoint(str(self.run_dir / "plane"))
+        except UnsupportedOperationError:
+            return
+        note = {"steps": self.steps, "written": written, "impl": self.impl, "backend": self.backend}
+        settings = {"settings": asdict(self.settings)}
+        (self.run_dir / INTERRUPTED_NAME).write_text(json.dumps({**note, **settings}))
+        self._resumable = True
