@@ -354,7 +354,8 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
     seq: int
     time_ns: int
     monotonic_ns: int
-    schema_version: int = SCHEMA_VERSION
+    # A factory, because a plain default would be left out on the wire.
+    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
     started_ns: int = 0
     elapsed_s: float = 0.0
     exact: bool = False

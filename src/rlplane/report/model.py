@@ -63,7 +63,8 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
     state: SessionState
     complete: bool
     exact: bool
-    schema_version: int = REPORT_SCHEMA_VERSION
+    # A factory, because a plain default would be left out of the JSON.
+    schema_version: int = msgspec.field(default_factory=lambda: REPORT_SCHEMA_VERSION)
     source: str = "published"
     warnings: list[str] = []
     started_ns: int = 0

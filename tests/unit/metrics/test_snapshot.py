@@ -92,6 +92,10 @@ def test_a_snapshot_travels_as_msgpack_and_as_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(snapshot), type=MetricsSnapshot) == snapshot
 
 
+def test_the_schema_version_is_on_the_wire() -> None:
+    assert msgspec.msgpack.decode(FIRST_VERSION.read_bytes())["schema_version"] == 1
+
+
 def test_fields_of_a_later_version_are_passed_over() -> None:
     later = msgspec.to_builtins(snapshot_of_the_first_version())
     later["a_new_field"] = {"x": 1}
