@@ -26,6 +26,36 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "rlplane.cli.demo:demo", "Run the main job: asynchronous GRPO through the plane.", "rlplane demo"
     ),
+    "bench": Command(
+        "rlplane.cli.bench:bench",
+        "Measure the engine beside its peers and the machine's limits.",
+        "rlplane bench --quick --peers redis",
+    ),
+    "top": Command("rlplane.cli.top:top", "Watch a run on the terminal.", "rlplane top"),
+    "dash": Command("rlplane.cli.dash:dash", "Watch a run on a page.", "rlplane dash --open"),
+    "report": Command(
+        "rlplane.cli.report:report",
+        "Show the report of a run, or compare two runs.",
+        "rlplane report runs/1 --html report.html",
+    ),
+    "trace": Command(
+        "rlplane.cli.trace:trace", "Make a trace of a run for Perfetto.", "rlplane trace runs/1 -o trace.json"
+    ),
+    "serve": Command(
+        "rlplane.cli.serve:serve",
+        "Serve a shared-memory plane by itself.",
+        "rlplane serve storage_capacity=5000",
+    ),
+    "aggregate": Command(
+        "rlplane.cli.aggregate:aggregate",
+        "Run the metrics aggregator by itself.",
+        "rlplane aggregate --out runs/1 --prometheus-port 9464",
+    ),
+    "doctor": Command(
+        "rlplane.cli.doctor:doctor",
+        "Check this machine, and clean up after dead planes.",
+        "rlplane doctor --clean",
+    ),
     "config": Command(
         "rlplane.cli.config:config",
         "Print the resolved config, or check a file.",

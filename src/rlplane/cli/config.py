@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from rlplane.cli.options import Flag, Json
+from rlplane.cli.options import Flag, Json, resolve_config
 from rlplane.cli.output import write_json, write_text
-from rlplane.config import EXEMPLARS, SCHEMA, Key, exemplar_text, load_config
+from rlplane.config import EXEMPLARS, SCHEMA, Key, exemplar_text
 
 __all__ = ["config"]
 
@@ -36,11 +35,11 @@ def config(
     exemplar
         Print the exemplar's text with its comments, as a start for a file of your own.
     """
-    name = source or os.environ.get("RLPLANE_CONFIG") or "shm"
     if exemplar:
-        write_text(exemplar_text(name))
+        write_text(exemplar_text(source or "shm"))
         return
-    resolved = dict(load_config(name, list(overrides)))
+    name, found = resolve_config(source, overrides)
+    resolved = dict(found)
     if as_json:
         write_json("config", {"source": name, "valid": True, "config": _printable(resolved)})
     elif check:

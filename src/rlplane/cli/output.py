@@ -15,7 +15,10 @@ JSON_SCHEMA_VERSION = 1
 
 
 def write_json(command: str, content: Mapping[str, Any]) -> None:
-    """One JSON object, with ``schema`` and ``schema_version`` first: how a script knows what it reads."""
+    """One JSON object, with ``schema`` and ``schema_version`` first: how a script knows what it reads.
+
+    ``content`` may bring a ``schema_version`` of its own.
+    """
     record = {"schema": f"rlplane.{command}", "schema_version": JSON_SCHEMA_VERSION, **content}
     encoded = msgspec.json.format(msgspec.json.encode(record), indent=2)
     sys.stdout.write(encoded.decode() + "\n")

@@ -1,0 +1,80 @@
+"""``rlplane report``: the report of a run, and what changed between two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rlplane.cli.compare import compare_runs, render_comparison
+from rlplane.cli.options import Flag, Json
+from rlplane.cli.outcome import CommandError, ExitCode
+from rlplane.cli.output import note, write_json, write_text
+from rlplane.metrics.snapshot import MetricsSnapshot
+from rlplane.report import Report, render_html, render_text
+from rlplane.viewing.feed import RunFeed, read_run
+
+__all__ = ["report"]
+
+
+def report(
+    run: str | None = None,
+    other: str | None = None,
+    /,
+    *,
+    compare: Flag = False,
+    html: Path | None = None,
+    as_json: Json = False,
+) -> None:
+    """Show the report of a run, or compare two runs.
+
+    Parameters
+    ----------
+    run
+        A run's directory, its final_snapshot.json, or the address of a running one.
+        Default: the newest run of this machine, as it is now.
+    other
+        With --compare: the run to compare it with.
+    compare
+        Say what got slower from the first run to the second, by how much, beyond the noise.
+    html
+        Write the report to this file: one page that needs nothing else.
+    """
+    if compare != (other is not None):
+        raise CommandError(
+            "two runs are compared with --compare: rlplane report --compare A B", ExitCode.USAGE
+        )
+    if other is not None and run is not None:
+        if html is not None:
+            raise CommandError("--html writes the report of one run, not a comparison", ExitCode.USAGE)
+        comparison = compare_runs(read_run(run), read_run(other))
+        if as_json:
+            write_json("report.compare", msgspec.to_builtins(comparison))
+        else:
+            write_text(render_comparison(comparison))
+        return
+    snapshot = _read(run)
+    made = Report.from_snapshot(snapshot, source="file" if snapshot.state.is_final else "live")
+    if html is not None:
+        try:
+            html.write_text(render_html(made), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"cannot write {html}: {error.strerror}") from error
+        note(f"wrote {html}")
+    if as_json:
+        write_json("report", msgspec.to_builtins(made))
+    elif html is None:
+        write_text(render_text(made))
+
+
+def _read(run: str | None) -> MetricsSnapshot:
+    if run is not None and "://" not in run:
+        return read_run(run)
+    with RunFeed(run) as feed:
+        snapshot = feed.wait(0, 5.0)
+        if snapshot is None:
+            raise CommandError(
+                f"{feed.status().text}; for a finished run, name its directory: rlplane report RUN_DIR",
+                ExitCode.CANNOT_START,
+            )
+        return snapshot
