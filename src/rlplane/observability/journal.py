@@ -228,7 +228,8 @@ class Journal:
                 self.counts["large_storage_views"] += dragging
                 if books.put(partition, ids, columns, self.number):
                     self._jumped(partition, n_bytes // len(ids))
-            if self.sender is not None and self.is_tracked(partition):
+            # A put that ran out of time will be tried again: its samples have not failed.
+            if self.sender is not None and status != "timeout" and self.is_tracked(partition):
                 kind: Literal["written", "failed"] = "written" if good else "failed"
                 self._life(kind, partition, ids, tags, out.epoch + ended, n_bytes=n_bytes, error=error)
         elif action == CLEAR:

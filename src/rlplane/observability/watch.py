@@ -133,9 +133,10 @@ class Watcher:
                 return
             self.transfers.aggregate(part)
             self._to_log.aggregate(part)
-        start, end = part.to_dict()["window"]
-        self._journal.to_sender(TransferReport(part.data, time.time_ns(), end - start))
+        wire = part.to_dict()
+        self._journal.to_sender(TransferReport.from_dict(wire, time.time_ns()))
         if self._journal.has_sinks:
+            start, end = wire["window"]
             self._journal.to_sinks([self._record("transfers", interval_s=end - start, figures=part.reduce())])
 
     def log_transfers(self, interval_s: float) -> None:

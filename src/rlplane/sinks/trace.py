@@ -1,7 +1,7 @@
 """``trace``: a Chrome trace of every operation, which opens in Perfetto, made from the records of ``jsonl``.
 
-Each process is a process of the trace, and each of its threads has one track per partition that it worked on.
-What is held becomes counters.
+The events that an aggregator has written down serve as well. Each process is a process of the trace, and
+each of its threads has one track per partition that it worked on. What is held becomes counters.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_trace(records: Iterable[str | os.PathLike[str]], path: str | os.PathLi
         with open(partial, "w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')
             separator = "\n"
-            for event in trace_events(read_records(*records)):
+            for event in trace_events(_operations(read_records(*records))):
                 file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator = ",\n"
                 operations += event["ph"] == "X"
@@ -106,6 +106,25 @@ def trace_events(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
                 if record[name] is not None
             },
         }
+
+
+def _operations(lines: Iterable[dict[str, Any]]) -> Iterator[Record]:
+    """Records as they are; and an aggregator's lines, of which each batch begins with who sent it."""
+    sender: dict[str, Any] = {}
+    for line in lines:
+        if "kind" in line:
+            yield line
+        elif line.get("type") == "batch":
+            sender = line
+        elif line.get("type") == "op":
+            yield {
+                **line,
+                "kind": "op",
+                "host": sender["host"],
+                "pid": sender["pid"],
+                "thread": f"{sender['worker']} thread {line['thread_id']}",
+                "error": line["error_class"],
+            }
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

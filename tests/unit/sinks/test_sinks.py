@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 
@@ -222,24 +223,37 @@ def test_wandb_uses_the_run_that_is_there_and_leaves_its_steps_alone(observe, tm
 
 
 def wandb_history(directory) -> dict:
-    """What an offline run has on disk: a log of LevelDB's format with wandb's own messages in it."""
+    """What an offline run has on disk. wandb may write the end of it after ``finish`` has returned."""
+    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    deadline, records = time.monotonic() + 60, []
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline, "the run's file has no end"
+        records = wandb_records(path.read_bytes())
+    return {
+        "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+        for record in records
+        for item in record.history.item
+    }
+
+
+def wandb_records(data: bytes) -> list:
+    """The messages in a log of LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    data, position, message, values = path.read_bytes(), 7, b"", {}
+    position, message, records = 7, b"", []
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:  # No room for a header in the rest of this block.
             position += 32768 - position % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):
+            break
         message += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # A whole message, or its last part.
-            record = wandb_internal_pb2.Record.FromString(message)
+            records.append(wandb_internal_pb2.Record.FromString(message))
             message = b""
-            for item in record.history.item:
-                values["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
-    return values
+    return records
 
 
 # tensorboard

@@ -1,0 +1,173 @@
+"""What reaches the aggregator: operations, the lives of tracked samples, transfers, the engine's counts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from rlplane.adapters.local.memory import MemoryDataPlaneClient
+from rlplane.config import load_config
+from rlplane.metrics.events import (
+    EventBatch,
+    EventBatchCodec,
+    LogRecord,
+    OpRecord,
+    PartitionStatus,
+    SampleLife,
+    TransferRecord,
+    WorkerGoodbye,
+    WorkerHello,
+)
+from rlplane.observability import MetricsDataPlaneClient, wrap_with_observability
+from rlplane.transfer_stats import TransferRecord as Transfer
+from rlplane.transfer_stats import TransferStats
+from rlplane.transport import Pattern, ZmqMessageSubscriber
+
+
+@pytest.fixture
+def aggregator(tmp_path):
+    """The aggregator's socket, without the aggregator."""
+    address = f"ipc://{tmp_path}/events"
+    with ZmqMessageSubscriber(EventBatchCodec(), address, pattern=Pattern.COLLECT, bind=True) as subscriber:
+        yield subscriber
+
+
+def received(subscriber, until) -> tuple[list[OpRecord], list]:
+    """All that arrives until ``until(ops, events)`` is true."""
+    ops: list[OpRecord] = []
+    events: list = []
+    deadline = time.monotonic() + 30
+    while not until(ops, events):
+        assert time.monotonic() < deadline, (ops, events)
+        batch: EventBatch | None = subscriber.receive(timeout_s=0.2)
+        if batch is not None:
+            ops += batch.op_records()
+            events += batch.events
+    return ops, events
+
+
+def said_goodbye(ops, events) -> bool:
+    return any(isinstance(event, WorkerGoodbye) for event in events)
+
+
+@pytest.fixture
+def inner(request):
+    return MemoryDataPlaneClient(
+        load_config("local", {"controller_address": request.node.name}), bootstrap=True
+    )
+
+
+def put(client, ids, **kwargs):
+    fields = TensorDict({"x": torch.zeros(len(ids), 4)}, batch_size=[len(ids)])
+    return client.put_samples(ids, "p", fields, **kwargs)
+
+
+def test_operations_arrive_with_sizes_times_tasks_and_errors(aggregator, inner):
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address)
+    before = time.time_ns()
+    client.register_partition("p", ["x"], 2, ["train"])
+    put(client, ["a", "b"])
+    client.claim_meta("p", "train", ["x"], 2)
+    with pytest.raises(TimeoutError):
+        client.claim_meta("p", "train", ["x"], 2, timeout_s=0.0)
+    with pytest.raises(KeyError):
+        client.get_samples(["nobody"], "p", ["x"])
+    client.close()
+    ops, events = received(aggregator, said_goodbye)
+    assert isinstance(events[0], WorkerHello)
+    assert [(op.op, op.n_keys, op.n_bytes, op.status) for op in ops] == [
+        ("register", 0, 0, "ok"),
+        ("put", 2, 32, "ok"),
+        ("claim_meta", 2, 0, "ok"),
+        ("claim_meta", 0, 0, "timeout"),
+        ("get", 1, 0, "error"),
+        ("close", 0, 0, "ok"),
+    ]
+    assert ops[2].task == ops[3].task == "train"
+    assert ops[4].error_class == "MissingDataError" and "nobody" in ops[4].error_message
+    assert all(before - 1e9 < op.start_ns < time.time_ns() and op.wall_ns >= 0 for op in ops)
+    assert not any(isinstance(event, SampleLife) for event in events)
+
+
+def test_the_lives_of_tracked_samples_arrive(aggregator, inner):
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address, track_partitions=["p"])
+    client.register_partition("p", ["x"], 2, ["train"])
+    client.register_partition("other", ["x"], 2, ["train"])
+    put(client, ["a", "b"], tags=[{"weight_version": 3}, {}])
+    client.put_samples(["z"], "other", TensorDict({"x": torch.zeros(1)}, batch_size=[1]))
+    client.claim_meta("p", "train", ["x"], 2)
+    with pytest.raises(ValueError, match="c"):
+        put(client, ["c", "c"])
+    client.clear_samples(["a"], "p")
+    client.clear_samples(None, "p")
+    client.close()
+    _, events = received(aggregator, said_goodbye)
+    lives = [event for event in events if isinstance(event, SampleLife)]
+    assert [(life.kind, life.sample_ids, life.everything) for life in lives] == [
+        ("written", ["a", "b"], False),
+        ("claimed", ["a", "b"], False),
+        ("failed", ["c", "c"], False),
+        ("cleared", ["a"], False),
+        ("cleared", [], True),
+    ]
+    assert lives[0].weight_versions == lives[1].weight_versions == [3, None]
+    assert lives[0].n_bytes == 32
+    assert lives[1].task == "train"
+    assert lives[2].reason == "InvalidRequestError"
+    assert {life.partition_id for life in lives} == {"p"}
+
+
+def test_the_engines_counts_arrive_by_themselves_with_the_capacity(aggregator, inner):
+    cfg = {
+        "storage_capacity": 77,
+        "global_segment_size": 1 << 20,
+        "observability": {
+            "enabled": True,
+            "metrics_address": aggregator.address,
+            "callback": [].append,
+        },
+    }
+    client = wrap_with_observability(inner, cfg)
+    client.register_partition("p", ["x"], 3, ["train"])
+    put(client, ["a", "b", "c"])
+    client.claim_meta("p", "train", ["x"], 1)
+    _, events = received(aggregator, lambda ops, events: any(isinstance(e, PartitionStatus) for e in events))
+    (status,) = [event for event in events if isinstance(event, PartitionStatus)]
+    assert (status.partition_id, status.samples, status.capacity_samples) == ("p", 3, 77)
+    assert status.capacity_bytes == inner.partition_status("p").get("capacity_bytes", 1 << 20)
+    assert (status.tasks["train"].ready, status.tasks["train"].claimed) == (2, 1)
+    client.close()
+
+
+def test_transfers_and_warnings_arrive(aggregator, inner):
+    inner.transfer_stats = TransferStats()
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address)
+    client.register_partition("p", ["x"], 3, ["train"])
+    put(client, ["a"])
+    client.put_samples(["b"], "p", TensorDict({"x": torch.zeros(1, 100)}, batch_size=[1]))
+    inner.transfer_stats.record_transfer(Transfer(4096, 2, 0.001, 0.002))
+    client.close()
+    _, events = received(aggregator, said_goodbye)
+    (report,) = [event for event in events if isinstance(event, TransferRecord)]
+    assert report.data["bytes_transferred"] == [4096]
+    (warning,) = [event for event in events if isinstance(event, LogRecord)]
+    assert "400 bytes per key" in warning.message
+
+
+def test_the_address_may_come_from_the_environment(aggregator, inner, monkeypatch):
+    monkeypatch.setenv("RLPLANE_METRICS_ADDRESS", aggregator.address)
+    client = wrap_with_observability(inner, {"observability": {"enabled": True, "callback": [].append}})
+    client.close()
+    ops, _ = received(aggregator, said_goodbye)
+    assert [op.op for op in ops] == ["close"]
+
+
+def test_nobody_at_the_address_disturbs_nothing(inner, tmp_path):
+    client = MetricsDataPlaneClient(inner, metrics_address=f"ipc://{tmp_path}/nobody", track_partitions=["*"])
+    client.register_partition("p", ["x"], 3, ["train"])
+    put(client, ["a"])
+    assert client.snapshot()["bytes_outstanding"] == 16
+    client.close()
