@@ -12,8 +12,10 @@ publisher is told so instead of being made to wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import ipaddress
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -320,6 +322,7 @@ class _Socket:
         self.address = ""
         self._monitor: zmq.Socket[Any] | None = None
         self._connected = False
+        self._file: tuple[str, int] | None = None
 
     @property
     def fd(self) -> int:
@@ -333,6 +336,7 @@ class _Socket:
             if bind:
                 self.raw.bind(address)
                 self.address = self.raw.getsockopt_string(zmq.LAST_ENDPOINT)
+                self._file = _socket_file(self.address)
             else:
                 self.raw.connect(address)
                 self.address = address
@@ -362,3 +366,16 @@ class _Socket:
         if not self.raw.closed:
             self._stop_monitor()
             self.raw.close()
+            # libzmq leaves the file; whoever has bound the address since has made another one.
+            if self._file is not None and _socket_file(self.address) == self._file:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._file[0])
+
+
+def _socket_file(address: str) -> tuple[str, int] | None:
+    """The file of a Unix socket and its inode; None if it has none."""
+    path = address.removeprefix("ipc://")
+    try:
+        return (path, os.stat(path).st_ino) if path != address else None
+    except OSError:
+        return None

@@ -288,3 +288,15 @@ def test_closing_twice_is_fine(address: str) -> None:
     for _ in range(2):
         publisher.close()
         subscriber.close()
+
+
+def test_a_unix_sockets_file_goes_with_its_socket_but_not_with_a_later_one(
+    address: str, tmp_path: Path
+) -> None:
+    first = broadcast(address)
+    (tmp_path / "socket").unlink()
+    second = broadcast(address)
+    first.close()
+    assert (tmp_path / "socket").exists()
+    second.close()
+    assert not (tmp_path / "socket").exists()
