@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
@@ -71,19 +72,20 @@ def run(quick: bool = False) -> dict[str, Any]:
 def render(result: Mapping[str, Any]) -> str:
     """The figures as lines for people."""
     lines = ["Cost of observability, on the path of a put (median; 6 ragged fields)", ""]
-    lines.append(f"{'':34}{'bare':>12}{'observed':>12}{'described':>12}")
+    lines.append(f"{'':38}{'bare':>12}{'observed':>12}{'described':>12}")
     for name, title in (("wrapper", "an engine that does nothing"), ("shm", "shared memory")):
         for rows, cell in sorted(result[name].items()):
             values = "".join(
                 f"{cell[who]['median_us']:>9.1f} µs" for who in ("bare", "observed", "described")
             )
-            lines.append(f"{title + f', {rows} rows':34}{values}")
+            lines.append(f"{f'{title}, {rows} rows':38}{values}")
     small, large = result["wrapper"][8]["observed"], result["wrapper"][512]["observed"]
     peer = {rows: result["wrapper"][rows]["described"]["added_us"] for rows in (8, 512)}
     share = result["put_of_512_rows_percent"]
     lines += [
         "",
-        f"added to a put of 8 rows     {small['added_us']:8.2f} µs  (target ≤ 5 µs; described: {peer[8]:.1f} µs)",
+        f"added to a put of 8 rows     {small['added_us']:8.2f} µs"
+        f"  (target ≤ 5 µs; described: {peer[8]:.1f} µs)",
         f"added to a put of 512 rows   {large['added_us']:8.2f} µs  = {share:.2f} % of {_ms(result)} ms"
         f"  (target ≤ 1 %; described: {peer[512]:.1f} µs)",
         f"background, per put          {small['background_us']:8.2f} µs of CPU for 8 rows,"
@@ -202,7 +204,7 @@ class _Described(_Nothing):
     ) -> KVBatchMeta:
         n_bytes = 0
         for value in fields.values() if fields is not None else ():
-            tensor = value._values if value.is_nested else value
+            tensor = value._values if type(value) is NestedTensor else value
             n_bytes += tensor.numel() * tensor.element_size()
         began = time.perf_counter()
         meta = self._inner.put_samples(sample_ids, partition_id, fields, tags)

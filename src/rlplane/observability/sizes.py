@@ -93,6 +93,8 @@ def settle(seen: list[tuple[Any, ...]], rows: int) -> tuple[list[Column], int]:
     """The columns, and how many of them are a small view of a large storage."""
     columns: list[Column] = []
     dragging = 0
+    ends: Any = None
+    last_offsets: Any = None
     for what in seen:
         if len(what) == 3:
             name, total, storage = what
@@ -106,8 +108,10 @@ def settle(seen: list[tuple[Any, ...]], rows: int) -> tuple[list[Column], int]:
             name, total, storage, shape, offsets, lengths, ragged = what
             unit = total // shape[ragged - 1] if shape[ragged - 1] else 0
             if lengths is None:
-                # A copy: the caller's tensor may lie in memory that is only leased to it.
-                ends = offsets.tolist() if rows <= _SMALL else offsets.cpu().numpy().copy()
+                if offsets is not last_offsets:  # Columns that were cut alike often share them.
+                    # A copy: the caller's tensor may lie in memory that is only leased to it.
+                    ends = offsets.tolist() if rows <= _SMALL else offsets.cpu().numpy().copy()
+                    last_offsets = offsets
                 total = unit * int(ends[-1] - ends[0])
                 columns.append(Column(name, total, unit, None, ends))
             else:
