@@ -31,7 +31,7 @@ class Settings:
 
     seed: int = 0
     steps: int = 150
-    groups_per_step: int = 24
+    groups_per_step: int = 32
     group_size: int = 8
     max_staleness: int = 3
     dp_world: int = 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -99,6 +100,8 @@ def demo(
         on_death=display.death,
     )
     note(f"run {run_dir}: {'/'.join(engine)}, {settings.steps} steps, seed {settings.seed}")
+    # Packing ragged columns makes torch warn, once per process, about its own internals.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     with _interrupting(job), display, _threads_share_the_cores(engine):
         outcome = job.run()
     summary = write_results(outcome, run_dir)

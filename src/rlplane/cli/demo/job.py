@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import threading
 import time
@@ -30,6 +31,7 @@ EXEMPLARS = {
     ("transfer_queue", "mooncake_cpu"): "cluster-mooncake",
 }
 INTERRUPTED_NAME = "interrupted.json"
+ENGINE_LOG_NAME = "engine.log"
 _LEFT = "left over at the end"
 _STOP_S = 30.0
 
@@ -133,7 +135,7 @@ class Job:
         aggregator = self.aggregator = start_aggregator(out_dir=self.run_dir, drain_timeout_s=10.0)
         try:
             config = engine_config(self.impl, self.backend, self.run_dir, aggregator.events_address)
-            with build_data_plane_client(config) as client, self._ending_workers():
+            with self._start_plane(config) as client, self._ending_workers():
                 self._open_plane(client)
                 self._start_workers(client, config)
                 self.on_start(self)
@@ -154,6 +156,17 @@ class Job:
             resumable=self._resumable,
             report=aggregator.interrupt() if interrupted else aggregator.finish(),
         )
+
+    def _start_plane(self, config: Mapping[str, Any]) -> DataPlaneClient:
+        """Build the client that starts the engine, whose own log goes to a file and not over the display."""
+        with (self.run_dir / ENGINE_LOG_NAME).open("ab") as log:
+            ours = os.dup(2)
+            os.dup2(log.fileno(), 2)
+            try:
+                return build_data_plane_client(config)
+            finally:
+                os.dup2(ours, 2)
+                os.close(ours)
 
     def _open_plane(self, client: DataPlaneClient) -> None:
         note = self.run_dir / INTERRUPTED_NAME

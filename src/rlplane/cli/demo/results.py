@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlplane.cli.demo.job import Outcome
+from rlplane.cli.demo.job import ENGINE_LOG_NAME, Outcome
 from rlplane.report import render_html, render_text
 from rlplane.report.svg import line_plot
 from rlplane.sinks.trace import write_trace
@@ -53,7 +53,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
 
 def write_results(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
     """Write everything, and return the summary."""
-    summary = summarise(outcome)
+    summary = {**summarise(outcome), "engine_log": _engine_log(run_dir)}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _write_lines(
         run_dir / "steps.jsonl", ({k: v for k, v in s.items() if k != "dropped"} for s in outcome.steps)
@@ -97,8 +97,10 @@ def story(summary: dict[str, Any]) -> Iterator[str]:
         again = len(death["handed_out_again"])
         yield (
             f"killed at {death['at_s']:.1f} s: {death['worker']} (process {death['pid']}), replaced by"
-            f" {death['replaced_by']}; {again} samples that it had in hand were handed out again"
+            f" {death['replaced_by']}; {again} samples that it had in hand were finished by others"
         )
+    for line in summary["engine_log"]:
+        yield f"engine: {line}"
     yield from _story_of(summary["books"])
 
 
@@ -118,6 +120,13 @@ def _story_of(books: dict[str, Any] | None) -> Iterator[str]:
             f"check FAILED: the plane counted {books['written_by_plane']} written; {len(books['lost'])} lost,"
             f" {len(books['unknown'])} unknown, {books['left']} left: {strange[:4]}"
         )
+
+
+def _engine_log(run_dir: Path) -> list[str]:
+    """What the engine said about clients that died: what it has handed out again."""
+    log = run_dir / ENGINE_LOG_NAME
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return [line.rpartition(":")[2] for line in lines if "handed out again" in line]
 
 
 def _dropped(outcome: Outcome) -> Iterator[dict[str, Any]]:
