@@ -1,0 +1,72 @@
+"""The contract holds with the measuring client around the engines that live in other processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+from rlplane.observability import MetricsDataPlaneClient
+from rlplane.testing import Check, checks, run_check
+
+# What a machine without an accelerator cannot show, and what docs/engines.md declares.
+NEEDS_A_DEVICE = "what_is_on_a_device_is_moved_to_the_host"
+NOT_HERE = {
+    "shm": {NEEDS_A_DEVICE},
+    "simple": {NEEDS_A_DEVICE, "bytes_are_a_capacity_too"},
+    "mooncake_cpu": {NEEDS_A_DEVICE},
+}
+
+
+class ShmPlanes:
+    """One plane for all checks that need nothing special of it."""
+
+    time_scale = 2.0
+    backend = "shm"
+
+    def __init__(self):
+        self._shared = build_data_plane_client(load_config("shm"))
+
+    def client(self, **config):
+        return build_data_plane_client(load_config("shm", config)) if config else self.worker(self._shared)
+
+    def worker(self, client):
+        address = {"controller_address": client.controller_address}
+        return build_data_plane_client(load_config("shm", address), bootstrap=False)
+
+    def close(self):
+        self._shared.close()
+
+
+class Observed:
+    """The planes of another factory, with every client wrapped."""
+
+    def __init__(self, planes):
+        self._planes = planes
+        self.time_scale = planes.time_scale
+
+    def client(self, **config):
+        return MetricsDataPlaneClient(self._planes.client(**config), lambda event: None, sinks=["logging"])
+
+    def worker(self, client):
+        return MetricsDataPlaneClient(self._planes.worker(client.inner), lambda event: None)
+
+
+@pytest.fixture(scope="module")
+def shm():
+    planes = ShmPlanes()
+    yield planes
+    planes.close()
+
+
+@pytest.mark.parametrize("check", checks(), ids=lambda check: check.name)
+def test_observed_shared_memory_keeps_the_contract(shm, check: Check):
+    outcome = run_check(check, Observed(shm))
+    assert outcome.result == "kept" or check.name in NOT_HERE["shm"], outcome.reason
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("check", checks(), ids=lambda check: check.name)
+def test_an_observed_cluster_keeps_the_contract(cluster, check: Check):
+    outcome = run_check(check, Observed(cluster))
+    assert outcome.result == "kept" or check.name in NOT_HERE[cluster.backend], outcome.reason
