@@ -1,10 +1,10 @@
 """What changed between two runs, and whether it is more than noise.
 
-A median or a tail is said to have changed when three things hold: the 99 % intervals of the two do not
-overlap (from the ranks, so no shape of distribution is assumed); the change is larger than what the two runs
-show within themselves (the spread of the mean latency over their time, since operations close in time
-resemble each other and plain intervals are too narrow); and it is at least 5 %. Rates are compared with their
-spread over time in the same way. Without enough data the answer is that it cannot be told.
+A median or a tail is said to have changed when its 99 % intervals in the two runs do not overlap, and it
+changed by at least 5 %. The intervals come from the ranks, so no shape of distribution is assumed; they are
+widened as if only every fourth operation told something new, since operations close in time resemble each
+other. Rates are compared with how they vary over each run's own time. Without enough data the answer is that
+it cannot be told.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Verdict = Literal["worse", "better", "same", "unknown"]
 
 _SMALLEST = 0.05
 _Z = 2.576  # 99 %
+_ALIKE = 4  # Operations in a row that tell as much as one.
 _BATCHES = 16
 _MIN_COUNT = {0.5: 30, 0.99: 1000}
 _TIMES = {
@@ -58,13 +59,12 @@ class Comparison(msgspec.Struct):
 
 def compare_runs(before: MetricsSnapshot, after: MetricsSnapshot) -> Comparison:
     """Compare every latency and rate that both runs have."""
-    spread = _combine(_spread(before.timeline, _mean_latency), _spread(after.timeline, _mean_latency))
-    changes = [*_latencies(before, after, spread), *_rates(before, after), *_totals(before, after)]
+    changes = [*_latencies(before, after), *_rates(before, after), *_totals(before, after)]
     changes.sort(key=lambda change: (_ORDER[change.verdict], -abs(change.change or 0.0)))
     return Comparison(before.run_id, after.run_id, changes)
 
 
-def _latencies(before: MetricsSnapshot, after: MetricsSnapshot, spread: float | None) -> Iterator[Change]:
+def _latencies(before: MetricsSnapshot, after: MetricsSnapshot) -> Iterator[Change]:
     known = {_key(stat): stat for name in _TIMES for stat in before.series(name) if stat.count}
     for name, title in _TIMES.items():
         for stat in after.series(name):
@@ -72,30 +72,27 @@ def _latencies(before: MetricsSnapshot, after: MetricsSnapshot, spread: float | 
             if old is None or not stat.count:
                 continue
             for share, label in ((0.5, "p50"), (0.99, "p99")):
-                yield _quantile(f"{title.format_map(stat.labels)}, {label}", old, stat, share, label, spread)
+                yield _quantile(f"{title.format_map(stat.labels)}, {label}", old, stat, share, label)
 
 
 def _key(stat: SeriesStat) -> tuple[str, tuple[tuple[str, str], ...]]:
     return stat.name, tuple(sorted(stat.labels.items()))
 
 
-def _quantile(
-    what: str, old: SeriesStat, new: SeriesStat, share: float, label: str, spread: float | None
-) -> Change:
+def _quantile(what: str, old: SeriesStat, new: SeriesStat, share: float, label: str) -> Change:
     before, after = old.percentiles[label], new.percentiles[label]
     change = _relative(before, after)
     if min(old.count, new.count) < _MIN_COUNT[share] or change is None:
         return Change(what, "ns", before, after, change, None, "unknown")
     first, second = _interval(old, share), _interval(new, share)
     apart = first[1] < second[0] or second[1] < first[0]
-    width = _combine(*((high - low) / 2 / value for (low, high), value in ((first, before), (second, after))))
-    noise = max(value for value in (width, spread, 0.0) if value is not None)
-    return Change(what, "ns", before, after, change, noise, _judge(change, noise if apart else math.inf))
+    noise = _combine(*((high - low) / 2 / value for (low, high), value in ((first, before), (second, after))))
+    return Change(what, "ns", before, after, change, noise, _judge(change, 0.0 if apart else math.inf))
 
 
 def _interval(stat: SeriesStat, share: float) -> tuple[float, float]:
     """The 99 % interval of a quantile: between which ranks it lies is binomial, whatever the distribution."""
-    half = _Z * math.sqrt(share * (1 - share) / stat.count)
+    half = _Z * math.sqrt(_ALIKE * share * (1 - share) / stat.count)
     counts = full_counts(stat)
     if not counts:
         return -math.inf, math.inf
@@ -151,10 +148,6 @@ Reader = Callable[[TimelinePoint], tuple[float, float]]
 
 def _per_second(name: str) -> Reader:
     return lambda point: (getattr(point, name), point.seconds)
-
-
-def _mean_latency(point: TimelinePoint) -> tuple[float, float]:
-    return point.busy_ns, point.ops
 
 
 def _mean(timeline: Sequence[TimelinePoint], read: Reader) -> float | None:

@@ -96,7 +96,7 @@ _GAUGES: dict[str, _Counter] = {
     "partition_samples": _Counter("rlplane_partition_samples", "Samples held.", ("partition",)),
     "partition_bytes": _Counter("rlplane_partition_bytes", "Bytes held.", ("partition",)),
     "partition_never_cleared": _Counter(
-        "rlplane_partition_uncleared_samples", "Samples written and not cleared.", ("partition",)
+        "rlplane_partition_never_cleared_samples", "Samples left when the run ended.", ("partition",)
     ),
     "partition_capacity_samples": _Counter(
         "rlplane_partition_capacity_samples", "Samples that fit.", ("partition",)

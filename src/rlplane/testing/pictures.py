@@ -1,14 +1,18 @@
 """Snapshots of runs that never were, for whoever tests a viewer: plausible, reproducible, of any size.
 
 A :class:`PicturedRun` keeps counters, distributions and samples in flight as a run would, and gives a
-``MetricsSnapshot`` for each :meth:`~PicturedRun.step`. Nothing here needs torch, nor a plane.
+``MetricsSnapshot`` for each :meth:`~PicturedRun.step`. A :class:`PictureServer` publishes them at an address,
+as an aggregator does. Nothing here needs torch, nor a plane.
 """
 
 from __future__ import annotations
 
 import math
+import queue
+import threading
 from collections import deque
 from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,7 @@ from rlplane.metrics.snapshot import (
     GaugeStat,
     LogLine,
     MetricsSnapshot,
+    MetricsSnapshotCodec,
     PartitionStat,
     SampleAge,
     SeriesStat,
@@ -31,8 +36,9 @@ from rlplane.metrics.snapshot import (
     WorkerOpStat,
     WorkerStat,
 )
+from rlplane.transport import ZmqMessagePublisher
 
-__all__ = ["PicturedRun", "series_of"]
+__all__ = ["PictureServer", "PicturedRun", "series_of"]
 
 _SECOND = 1_000_000_000
 # op: (operations per second and worker, samples per operation, bytes per sample, median latency in ns)
@@ -252,7 +258,7 @@ class PicturedRun:
             written=round(self._written[name]),
             claimed=round(sum(self._claimed[name, task] for task in self.tasks)),
             cleared=round(self._cleared[name]),
-            never_cleared=samples,
+            never_cleared=samples if self.state.is_final else 0,
             tasks=tasks,
         )
 
@@ -302,6 +308,49 @@ class PicturedRun:
                 )
         lives.sort(key=lambda life: -life.age_s)
         return lives[:20]
+
+
+class PictureServer:
+    """Publishes snapshots at an address, and the last one again to whoever comes later."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._snapshots: queue.SimpleQueue[MetricsSnapshot | None] = queue.SimpleQueue()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="picture-server", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def publish(self, snapshot: MetricsSnapshot) -> None:
+        """Send a snapshot to all subscribers."""
+        self._snapshots.put(snapshot)
+
+    def close(self) -> None:
+        """Stop, as an aggregator that dies: nobody is told."""
+        self._snapshots.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        publisher = ZmqMessagePublisher(MetricsSnapshotCodec(), self.address, resend_last=True, linger=0)
+        self._ready.set()
+        try:
+            while True:
+                try:
+                    snapshot = self._snapshots.get(timeout=0.02)
+                except queue.Empty:
+                    publisher.handle_subscriptions()
+                    continue
+                if snapshot is None:
+                    return
+                publisher.publish(snapshot)
+        finally:
+            publisher.close()
 
 
 def series_of(name: str, values: npt.ArrayLike, unit: str = "ns", **labels: str) -> SeriesStat:

@@ -98,7 +98,7 @@ class Page {
       { key: "written", title: "written", format: format.count },
       { key: "cleared", title: "cleared", format: format.count },
       { key: "failed", title: "failed", format: format.count, level: badIfAny },
-      { key: "never_cleared", title: "not cleared", format: format.count },
+      { key: "never_cleared", title: "never cleared", format: format.count, level: (value) => (value > 0 ? "warning" : "quiet") },
     ], { sort: "samples" });
     this.workerTable = new Table(byId("workers"), "worker", [
       { key: "worker", title: "worker", text: true },

@@ -1,0 +1,33 @@
+"""Numbers for people."""
+
+import pytest
+
+from rlplane.viewing.units import format_age, format_bytes, format_count, format_duration, format_ns
+
+
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (format_count, 0, "0"),
+        (format_count, 9_999, "9,999"),
+        (format_count, 12_345, "12.3k"),
+        (format_count, 999_950, "1M"),
+        (format_count, 3.14159, "3.14"),
+        (format_count, None, "–"),
+        (format_bytes, 512, "512 B"),
+        (format_bytes, 1023.9, "1 KiB"),
+        (format_bytes, 54_525_952, "52 MiB"),
+        (format_bytes, 8 * 2**60, "8,192 PiB"),
+        (format_ns, 640_000, "640 µs"),
+        (format_ns, 1_250_000, "1.25 ms"),
+        (format_ns, 72e9, "1m 12s"),
+        (format_duration, 3.21, "3.2 s"),
+        (format_duration, 245, "4m 05s"),
+        (format_duration, 7_800, "2h 10m"),
+        (format_duration, 200_000, "2d 7h"),
+        (format_age, 0.3, "now"),
+        (format_age, 12.0, "12 s"),
+    ],
+)
+def test_a_number_is_short_and_has_a_unit(write, value, text) -> None:  # type: ignore[no-untyped-def]
+    assert write(value) == text
