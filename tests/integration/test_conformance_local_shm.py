@@ -1,14 +1,14 @@
-"""The conformance suite and the state machine against shared memory, from one process and across processes."""
+"""The conformance suite and the state machine against shared memory, in one process and across several."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import settings
+from tests.integration.remote_client import RemoteClient, RemoteProcess
 
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 from rlplane.testing import checks, data_plane_state_machine, run_check
-from tests.integration.remote_client import RemoteClient, RemoteProcess
 
 NEEDS_A_DEVICE = "what_is_on_a_device_is_moved_to_the_host"
 
