@@ -87,6 +87,7 @@ __all__ = [
     "LogLine",
     "MetricsSnapshot",
     "MetricsSnapshotCodec",
+    "Number",
     "PartitionStat",
     "SampleAge",
     "SeriesStat",
@@ -149,6 +150,10 @@ class SessionState(enum.Enum):
         return self in (SessionState.COMPLETE, SessionState.INTERRUPTED)
 
 
+# msgspec decodes what is declared as float into a float, which cannot hold every 64-bit integer.
+Number: TypeAlias = int | float
+
+
 class CounterStat(msgspec.Struct, tag="counter", omit_defaults=True):
     """A number that only grows. ``rate`` is its growth per second over the last seconds."""
 
@@ -162,9 +167,9 @@ class GaugeStat(msgspec.Struct, tag="gauge", omit_defaults=True):
     """A number that goes up and down; ``peak`` is the highest it has been."""
 
     name: str
-    value: float
+    value: Number
     labels: dict[str, str] = {}
-    peak: float | None = None
+    peak: Number | None = None
 
 
 class SeriesStat(msgspec.Struct, tag="series", omit_defaults=True):
@@ -182,12 +187,12 @@ class SeriesStat(msgspec.Struct, tag="series", omit_defaults=True):
     count: int
     labels: dict[str, str] = {}
     unit: str = "ns"
-    total: float = 0
-    min: float | None = None
-    max: float | None = None
+    total: Number = 0
+    min: Number | None = None
+    max: Number | None = None
     mean: float | None = None
     std_dev: float | None = None
-    percentiles: dict[str, float] = {}
+    percentiles: dict[str, Number] = {}
     bucket_edges: list[float] = []
     bucket_counts: list[int] = []
     n_clamped: int = 0
@@ -205,10 +210,10 @@ class SeriesSummary(msgspec.Struct, omit_defaults=True):
 
     count: int
     mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
+    p50: Number
+    p90: Number
+    p99: Number
+    max: Number
     exact: bool = False
 
 

@@ -11,6 +11,7 @@ from rlplane.metrics.snapshot import (
     GaugeStat,
     LogLine,
     MetricsSnapshot,
+    Number,
     PartitionStat,
     SampleAge,
     SeriesStat,
@@ -72,8 +73,8 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
     n_pending_tasks: int = 0
     n_never_cleared: int = 0
     totals: dict[str, int] = {}
-    gauges: dict[str, float] = {}
-    peaks: dict[str, float] = {}
+    gauges: dict[str, Number] = {}
+    peaks: dict[str, Number] = {}
     ops: list[OpSummary] = []
     flows: list[Flow] = []
     series: list[SeriesStat] = []

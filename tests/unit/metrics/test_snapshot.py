@@ -92,6 +92,19 @@ def test_a_snapshot_travels_as_msgpack_and_as_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(snapshot), type=MetricsSnapshot) == snapshot
 
 
+def test_large_integers_keep_their_last_digit_on_the_wire() -> None:
+    snapshot = snapshot_of_the_first_version()
+    total = 2**62 + 1
+    snapshot.metrics = [SeriesStat("s", 1, total=total, max=total, percentiles={"p50": total})]
+    codec = MetricsSnapshotCodec()
+    for back in (
+        codec.decode(codec.encode(snapshot)[1]),
+        msgspec.json.decode(msgspec.json.encode(snapshot), type=MetricsSnapshot),
+    ):
+        (series,) = back.series("s")
+        assert (series.total, series.max, series.percentiles) == (total, total, {"p50": total})
+
+
 def test_the_schema_version_is_on_the_wire() -> None:
     assert msgspec.msgpack.decode(FIRST_VERSION.read_bytes())["schema_version"] == 1
 
