@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -262,12 +263,12 @@ def test_a_sample_that_is_put_while_the_engine_is_asked_stays_on_the_books(
 
 
 def test_loading_a_checkpoint_empties_the_books(
-    client: MetricsDataPlaneClient, events: list[DataPlaneEvent], monkeypatch: pytest.MonkeyPatch
+    client: MetricsDataPlaneClient, events: list[DataPlaneEvent], tmp_path: Path
 ) -> None:
+    client.save_checkpoint(str(tmp_path / "empty"))
     client.put_samples(["a"], "p", batch(["a"]))
-    monkeypatch.setattr(client.inner, "load_checkpoint", lambda path: None)
-    client.load_checkpoint("somewhere")
-    assert events[-1]["op"] == "load_checkpoint"
+    client.load_checkpoint(str(tmp_path / "empty"), release_claims=True)
+    assert [event["op"] for event in events[-3:]] == ["save_checkpoint", "put", "load_checkpoint"]
     assert client.snapshot()["bytes_outstanding"] == 0
 
 
@@ -395,6 +396,24 @@ def test_partitions_and_field_sets_that_come_and_go_do_not_pile_up(client: Metri
     assert client.snapshot()["bytes_outstanding"] == 0
 
 
+def test_closing_does_not_wait_for_an_engine_that_does_not_answer(
+    client: MetricsDataPlaneClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def stuck(partition_id: str) -> dict[str, Any]:
+        asked.set()
+        answer.wait()
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(client.inner, "partition_status", stuck)
+    client.put_samples(["a"], "p", batch(["a"]))
+    assert asked.wait(20)
+    assert client.snapshot()["bytes_outstanding"] == 16
+    client.close()
+    answer.set()
+
+
 # How it is switched on.
 
 
@@ -433,6 +452,23 @@ def test_a_sink_that_cannot_start_is_an_error_at_start(tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigError, match="sink"):
             wrap_with_observability(inner, {"observability": {"enabled": True, "sinks": [sink]}})
+    inner.close()
+
+
+def test_sinks_that_did_start_are_closed_when_a_later_one_cannot() -> None:
+    class Closable:
+        closed = False
+
+        def write(self, records: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed = True
+
+    first, inner = Closable(), memory_client("half-started")
+    with pytest.raises(ConfigError):
+        MetricsDataPlaneClient(inner, sinks=[first, "nonsense"])
+    assert first.closed
     inner.close()
 
 
@@ -522,7 +558,6 @@ def _put_and_leave(path: str) -> None:
     client = MetricsDataPlaneClient(memory_client("left"), sinks=[{"kind": "jsonl", "path": path}])
     client.register_partition("p", ["x"], 1, ["t"])
     client.put_samples(["a"], "p", batch(["a"]))
-    wait_for(lambda: client._journal._hooked)
 
 
 # Transfers.

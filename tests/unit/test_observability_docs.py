@@ -29,9 +29,13 @@ def test_the_snippets_run(tmp_path, monkeypatch):
 
 
 def test_the_tables_name_what_there_is():
-    from rlplane.observability import DataPlaneEvent
+    from rlplane.config import load_config
+    from rlplane.factory import build_data_plane_client
+    from rlplane.observability import DataPlaneEvent, MetricsDataPlaneClient
     from rlplane.sinks import _OURS
 
     text = DOCUMENT.read_text()
-    for name in (*DataPlaneEvent.__annotations__, *_OURS):
+    with MetricsDataPlaneClient(build_data_plane_client(load_config("local"))) as client:
+        snapshot = client.snapshot()
+    for name in (*DataPlaneEvent.__annotations__, *_OURS, *snapshot):
         assert f"`{name}`" in text

@@ -309,13 +309,9 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._run("save_checkpoint", "", lambda: self._inner.save_checkpoint(path))
 
     def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
+        extra: dict[str, Any] = {"release_claims": True} if release_claims else {}
         # The plane's content is replaced, so nothing of what this client put is there any more.
-        self._run(
-            "load_checkpoint",
-            "",
-            lambda: self._inner.load_checkpoint(path, release_claims=release_claims),
-            action=RESET,
-        )
+        self._run("load_checkpoint", "", lambda: self._inner.load_checkpoint(path, **extra), action=RESET)
 
     def __getattr__(self, name: str) -> Any:
         # What an engine has beyond the contract stays in reach.
@@ -371,7 +367,10 @@ class MetricsDataPlaneClient(DataPlaneClient):
         if isinstance(result, KVBatchMeta):
             n_keys = result.size
         elif result is not None and hasattr(result, "batch_size"):
-            n_bytes = total_bytes(result)
+            try:
+                n_bytes = total_bytes(result)
+            except Exception:  # A result of a kind that we do not know is a result all the same.
+                pass
         self._journal.note(
             (op, partition_id, n_keys, n_bytes, began, ended, "ok", get_ident(), task, None, action, payload)
         )

@@ -54,8 +54,11 @@ NOTHING, PUT, CLEAR, CLAIM, ADD, RESET = range(6)
 
 # An operation that finds this many others waiting to be folded does it by itself.
 _FOLD_AT = 4096
-# The thread rests this long after a fold, so that a burst of operations wakes it once.
+# The thread looks this often while there is something to do, and sleeps when there was nothing for a while:
+# an operation that has to wake it pays for that.
 _REST_S = 0.02
+_LOOKS_BEFORE_SLEEP = 50
+_MANY_PARTITIONS = 4096
 
 Entry = tuple[str, str, int, int, float, float, str, int, str | None, tuple[str, str] | None, int, Any]
 
@@ -107,9 +110,12 @@ class Journal:
 
     def _build_sinks(self) -> None:
         specs, self._sinks_to_build = self._sinks_to_build, []
-        sinks = [build_sink(spec) for spec in specs]
-        for spec, sink in zip(specs, sinks, strict=True):
-            self._sinks.append(Outlet(f"sink {describe_spec(spec)}", sink.write, sink.close))
+        with contextlib.ExitStack() as undo:
+            for spec in specs:
+                sink = build_sink(spec)
+                undo.callback(sink.close)
+                self._sinks.append(Outlet(f"sink {describe_spec(spec)}", sink.write, sink.close))
+            undo.pop_all()
         started = {"kind": "session", "event": "started", "time": time.time()}
         self.to_sinks([{**started, "host": self.host, "pid": self.pid}])
 
@@ -248,6 +254,8 @@ class Journal:
             books.clear_everything()
         if partition:
             self.touched[partition] = ended
+            if len(self.touched) > _MANY_PARTITIONS:
+                self.touched = {partition: ended}
         stats = books.stats
         stats.total_ops += 1
         if good:
@@ -361,6 +369,7 @@ class Journal:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="rlplane-journal", daemon=True)
                     with contextlib.suppress(RuntimeError):  # The interpreter is ending.
+                        _close_at_exit(self)
                         self._thread.start()
                         if self.companion is not None:
                             self.companion.start()
@@ -370,12 +379,16 @@ class Journal:
         while not self.stopped.is_set():
             self._wake.wait()
             self._wake.clear()
-            while self._entries and not self.stopped.is_set():
-                self.fold()
-                if not self._hooked:
-                    # After the sender has begun, so that at exit we come before it.
-                    self._hooked = True
-                    _close_at_exit(self)
+            idle = 0
+            while idle < _LOOKS_BEFORE_SLEEP and not self.stopped.is_set():
+                if self._entries:
+                    idle = 0
+                    self.fold()
+                    if not self._hooked:
+                        # Once more, after the sender has begun, so that at exit we come before it.
+                        self._hooked = True
+                        _close_at_exit(self)
+                idle += 1
                 self.stopped.wait(_REST_S)
             self._asleep = True
             if self._entries:  # Noted after the loop looked and before we said that we sleep.
@@ -389,6 +402,8 @@ class Journal:
         """
         self.sink_specs = [spec for spec in self.sink_specs if isinstance(spec, (str, Mapping))]
         self._begin()
+        if self.companion is not None:
+            self.companion.after_fork()
 
     def _build_sinks_after_fork(self) -> None:
         try:
@@ -401,6 +416,8 @@ class Companion(Protocol):
     """What is started together with the journal's thread, and ends when ``stopped`` is set."""
 
     def start(self) -> None: ...
+
+    def after_fork(self) -> None: ...
 
 
 class _Out:

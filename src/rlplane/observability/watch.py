@@ -50,19 +50,25 @@ class Watcher:
         self._journal = journal
         self._capacity = dict(capacity)
         self._log_interval_s = transfer_log_interval_s
+        self._has_status = _overrides(inner, "partition_status")
+        self._has_listing = _overrides(inner, "list_sample_ids")
+        self._begin()
+
+    def _begin(self) -> None:
         self.engine: dict[str, dict[str, Any]] = {}
         self.transfers = TransferStats()
         self._to_log = TransferStats()
+        self._transfer_lock = threading.Lock()
         self._gone: dict[str, int] = {}
         self._listed: dict[str, float] = {}
         self._scalars_at = time.monotonic()
-        self._has_status = _overrides(inner, "partition_status")
-        self._has_listing = _overrides(inner, "list_sample_ids")
-        self._busy = threading.Lock()
+
+    def after_fork(self) -> None:
+        """Forget what the parent saw; :meth:`start` follows with the child's first operation."""
+        self._begin()
 
     def start(self) -> None:
-        """Begin, also anew in a forked child."""
-        self._busy = threading.Lock()
+        """Start the thread."""
         threading.Thread(target=self._run, name="rlplane-watch", daemon=True).start()
 
     def reconcile(self, partition_id: str, *, thoroughly: bool) -> None:
@@ -118,16 +124,15 @@ class Watcher:
             for partition_id in [name for name, when in touched.items() if when < oldest]:
                 del touched[partition_id]
             recent = sorted(touched, key=touched.__getitem__, reverse=True)[:_MOST_PARTITIONS]
-        with self._busy:
-            for partition_id in recent:
-                self.reconcile(partition_id, thoroughly=thoroughly)
+        for partition_id in recent:
+            self.reconcile(partition_id, thoroughly=thoroughly)
 
     def collect_transfers(self) -> None:
         """Take over what the engine has recorded since the last time."""
         stats = getattr(self._inner, "transfer_stats", None)
         if not isinstance(stats, TransferStats):
             return
-        with self._busy:
+        with self._transfer_lock:
             part = stats.clone_and_reset()
             if part.is_empty():
                 return
@@ -142,7 +147,7 @@ class Watcher:
     def log_transfers(self, interval_s: float) -> None:
         """Write the line for people, unless nothing happened."""
         self.collect_transfers()
-        with self._busy:
+        with self._transfer_lock:
             part, self._to_log = self._to_log, TransferStats()
         if not part.is_empty():
             logger.info("%s", part.describe(interval_s))
