@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -79,6 +80,7 @@ class RunFeed:
         self._changed = threading.Condition()
         self._latest: MetricsSnapshot | None = None
         self._version = 0
+        self._listeners: list[Callable[[MetricsSnapshot], None]] = []
         self._received_at: float | None = None
         self._subscriber: MetricsSnapshotSubscriber | None = None
         self._run: RunInfo | None = None
@@ -104,6 +106,13 @@ class RunFeed:
     def version(self) -> int:
         """Grows with every snapshot."""
         return self._version
+
+    def listen(self, listener: Callable[[MetricsSnapshot], None]) -> None:
+        """Call ``listener`` with the latest snapshot and every one to come, on a thread of the feed's."""
+        with self._changed:
+            self._listeners.append(listener)
+            if self._latest is not None:
+                listener(self._latest)
 
     def wait(self, after_version: int, timeout_s: float) -> MetricsSnapshot | None:
         """Wait for a snapshot newer than ``after_version``; None when none came in time."""
@@ -186,4 +195,6 @@ class RunFeed:
             self._latest = snapshot
             self._received_at = time.monotonic()
             self._version += 1
+            for listener in self._listeners:
+                listener(snapshot)
             self._changed.notify_all()

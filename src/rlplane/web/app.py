@@ -33,7 +33,7 @@ from rlplane.web.broadcast import Broadcast
 from rlplane.web.guard import Guard, is_loopback
 from rlplane.web.view import make_view, status_view
 
-__all__ = ["DEFAULT_PORT", "make_app", "serve_dashboard"]
+__all__ = ["DEFAULT_PORT", "DashboardServer", "listen", "make_app", "serve_dashboard"]
 
 DEFAULT_PORT = 7457
 _PORTS_TO_TRY = 20
@@ -76,6 +76,7 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
             return PlainTextResponse(f"start_s, end_s and points must be numbers: {error}\n", 400)
         if math.isnan(start) or math.isnan(end) or most < 2:
             return PlainTextResponse("start_s and end_s must be numbers, points at least 2\n", 400)
+        broadcast.catch_up()
         snapshot = feed.latest
         run = snapshot.run_id if snapshot is not None else None
         return _json({"run_id": run, "columns": broadcast.history.columns(start, end, most)})
@@ -87,6 +88,7 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
         return _report(snapshot, download=False)
 
     async def report_of(request: Request) -> Response:
+        broadcast.catch_up()
         wanted = request.path_params["run_id"]
         latest = feed.latest
         snapshot = broadcast.finished.get(wanted)
@@ -152,13 +154,35 @@ def _report(snapshot: MetricsSnapshot, *, download: bool) -> Response:
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
 
-class _Server(uvicorn.Server):
-    """Ends the event streams first: uvicorn waits for open responses, and a stream never ends by itself."""
+class DashboardServer(uvicorn.Server):
+    """The page on a socket that already listens. ``run()`` serves until a signal, or ``should_exit``.
 
-    def __init__(self, config: uvicorn.Config, broadcast: Broadcast, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._broadcast = broadcast
+    Args:
+        feed: What is shown.
+        listening: Where.
+        token: Required from every request.
+        on_ready: Called once the page can be opened.
+    """
+
+    def __init__(
+        self,
+        feed: RunFeed,
+        listening: socket.socket,
+        token: str | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        app = make_app(feed, token)
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2
+            )
+        )
+        self._listening = listening
+        self._broadcast: Broadcast = app.state.broadcast
         self._on_ready = on_ready
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        super().run(sockets or [self._listening])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -166,6 +190,7 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # The event streams first: uvicorn waits for open answers, and a stream never ends by itself.
         self._broadcast.close()
         await super().shutdown(sockets)
 
@@ -188,28 +213,23 @@ def serve_dashboard(
         on_ready: Called with the address once it can be opened; with the token in it, if there is one.
 
     Raises:
-        ConfigError: Another host without a token, or an empty token.
+        ConfigError: Another host without a token, or a token that can be guessed.
         PlaneConnectionError: The port cannot be had.
     """
     if token is not None and len(token) < 8:
         raise ConfigError(f"the token has {len(token)} characters; a guess must be hopeless: at least 8")
     if not is_loopback(host) and token is None:
         raise ConfigError(f"listening on {host!r} needs a token: anybody who can reach it would see the run")
-    listening = _listen(host, port)
-    taken = listening.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{taken}/" + (f"?token={quote(token)}" if token is not None else "")
-    app = make_app(feed, token)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2
-    )
-    try:
-        _Server(config, app.state.broadcast, lambda: on_ready(address)).run(sockets=[listening])
-    finally:
-        listening.close()
+    with listen(host, port) as listening:
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{listening.getsockname()[1]}/"
+        if token is not None:
+            address += f"?token={quote(token)}"
+        DashboardServer(feed, listening, token, lambda: on_ready(address)).run()
 
 
-def _listen(host: str, port: int | None) -> socket.socket:
+def listen(host: str, port: int | None) -> socket.socket:
+    """A listening socket; None for the port means the default one, or the next that is free."""
     candidates = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TO_TRY) if port is None else (port,)
     error: OSError | None = None
     for candidate in candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -36,7 +36,8 @@ class Broadcast:
         self.history = History()
         self.finished: OrderedDict[str, MetricsSnapshot] = OrderedDict()
         self._interval_s = interval_s
-        self._version = 0
+        # Filled on the feed's thread, emptied on the loop's: a run's last picture is never skipped.
+        self._arrived: deque[MetricsSnapshot] = deque(maxlen=256)
         self._sent_at = 0.0
         self._is_new = False
         self._size = 0
@@ -45,6 +46,7 @@ class Broadcast:
         self._pending: list[HistoryPoint] = []
         self._listeners: set[asyncio.Queue[bytes]] = set()
         self._closing = False
+        feed.listen(self._arrived.append)
 
     async def run(self) -> None:
         """Follow the feed until :meth:`close`."""
@@ -59,12 +61,9 @@ class Broadcast:
             _offer(listener, b"")
 
     def _look(self) -> None:
-        snapshot, version = self.feed.latest, self.feed.version
+        self.catch_up()
+        snapshot = self.feed.latest
         now = time.monotonic()
-        if snapshot is not None and version != self._version:
-            self._version = version
-            self._note(snapshot)
-            self._is_new = True
         interval = self._interval_s * (2 if self._size > _LARGE_BYTES else 1)
         if snapshot is not None and self._is_new and now - self._sent_at >= interval:
             self._sent_at, self._is_new = now, False
@@ -75,6 +74,12 @@ class Broadcast:
         if status.state != self._status.state or now - self._status_at >= _STATUS_EVERY_S:
             self._status, self._status_at = status, now
             self._send(_event("status", msgspec.json.encode(status_view(status))))
+
+    def catch_up(self) -> None:
+        """Take what has arrived into the history. Call it on the loop before reading that."""
+        while self._arrived:
+            self._note(self._arrived.popleft())
+            self._is_new = True
 
     def _note(self, snapshot: MetricsSnapshot) -> None:
         point = self.history.add(snapshot)
@@ -104,6 +109,7 @@ class Broadcast:
         self._listeners.add(queue)
         try:
             yield b"retry: 1000\n\n"
+            self.catch_up()
             snapshot = self.feed.latest
             if snapshot is not None:
                 view = make_view(snapshot, self.feed.status())
