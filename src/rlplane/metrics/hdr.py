@@ -8,17 +8,14 @@ thousand needs 10 × 1024 counters, not the layout's 33,000.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HIGHEST_TRACKABLE", "EdgePlaces", "HdrCounts"]
+__all__ = ["HIGHEST_TRACKABLE", "HdrCounts"]
 
 HIGHEST_TRACKABLE = 3_600_000_000_000  # An hour in nanoseconds.
 
 Int64Array = npt.NDArray[np.int64]
-EdgePlaces: TypeAlias = tuple[Int64Array, npt.NDArray[np.bool_]]
 
 
 class HdrCounts:
@@ -48,16 +45,17 @@ class HdrCounts:
         lowest = (slots - (octave << self._half_bits)) << octave
         return lowest, lowest + (np.int64(1) << octave) - 1
 
-    def add(self, values: Int64Array) -> None:
-        """Count the values."""
-        if not values.size:
-            return
-        slots = self.slots(values)
-        low, high = int(slots.min()), int(slots.max())
+    def add(self, values: Int64Array, lowest: int, highest: int) -> None:
+        """Count the values; the caller knows their span."""
+        low, high = self._slot(lowest), self._slot(highest)
         self._cover(low, high)
-        added = np.bincount(slots - low)
+        added = np.bincount(self.slots(values) - low)
         self._counts[low - self._first : low - self._first + added.size] += added
         self.total += values.size
+
+    def _slot(self, value: int) -> int:
+        octave = max(0, value.bit_length() - (self._half_bits + 1))
+        return (octave << self._half_bits) + (value >> octave)
 
     def _cover(self, low: int, high: int) -> None:
         size = self._counts.size
@@ -72,32 +70,29 @@ class HdrCounts:
         self._first, self._counts = new_first, grown
 
     def cumulative(self) -> Int64Array:
-        """The counts up to and with each slot: what the readers below need, computed once for all of them."""
-        return np.cumsum(self._counts)
+        """How many values lie below each slot, and below the end: computed once for the readers below."""
+        below = np.zeros(self._counts.size + 1, np.int64)
+        np.cumsum(self._counts, out=below[1:])
+        return below
 
     def values_at(self, ranks: Int64Array, cumulative: Int64Array) -> Int64Array:
         """The highest value of the slot in which the value of each rank (from 1) lies."""
-        return self.bounds(np.searchsorted(cumulative, ranks, side="left") + self._first)[1]
+        return self.bounds(np.searchsorted(cumulative, ranks, side="left") + (self._first - 1))[1]
 
-    def place(self, edges: npt.NDArray[np.float64], scale: float = 1.0) -> EdgePlaces:
-        """Where edges, in steps of ``scale``, lie among the slots; the same for all counts of this layout."""
+    def place(self, edges: npt.NDArray[np.float64], scale: float = 1.0) -> Int64Array:
+        """The slots in which edges, in steps of ``scale``, lie; the same for all counts of this layout."""
         # Nothing is counted above the highest value, so an edge may as well be just beyond it.
-        slots = self.slots(np.minimum(edges / scale, 2.0 * HIGHEST_TRACKABLE).astype(np.int64))
-        lowest, highest = self.bounds(slots)
-        # A slot counts whole: below an edge if its middle is.
-        return slots, (lowest + highest) * (0.5 * scale) < edges
+        steps = np.minimum(np.ceil(edges / scale), 2.0 * HIGHEST_TRACKABLE)
+        return self.slots(steps.astype(np.int64))
 
-    def counts_between(self, places: EdgePlaces, cumulative: Int64Array) -> Int64Array:
+    def counts_between(self, places: Int64Array, cumulative: Int64Array) -> Int64Array:
         """The counts below the first edge, between each two, and from the last one on.
 
-        Work per edge and not per slot: there are a few dozen edges, and thousands of slots.
+        A slot that an edge divides counts, whole, above it. Work is per edge and not per slot: there are a
+        few dozen edges, and thousands of slots.
         """
-        slots, slot_is_below = places
-        at = slots - self._first
-        inside = np.minimum(np.maximum(at, 0), self._counts.size - 1)
-        under = np.zeros(at.size + 2, np.int64)
-        under[1:-1] = cumulative[inside] - np.where(slot_is_below, 0, self._counts[inside])
-        under[1:-1][at < 0] = 0
-        under[1:-1][at >= self._counts.size] = self.total
+        inside = np.minimum(np.maximum(places - self._first, 0), self._counts.size)
+        under = np.zeros(places.size + 2, np.int64)
+        under[1:-1] = cumulative[inside]
         under[-1] = self.total
         return under[1:] - under[:-1]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlplane.errors import InvalidRequestError
-from rlplane.metrics.hdr import HIGHEST_TRACKABLE, EdgePlaces, HdrCounts
+from rlplane.metrics.hdr import HIGHEST_TRACKABLE, HdrCounts
 from rlplane.metrics.snapshot import (
     GRIDS,
     PERCENTILES,
@@ -269,7 +269,7 @@ class SeriesSampler:
         self._m2 = 0.0
         self._warned = False
         self._cached: SeriesStat | None = None
-        self._grid_places: EdgePlaces | None = None
+        self._grid_places: Int64Array | None = None
         self._n_array_values = 0
         self._arrays: list[npt.NDArray[np.generic]] = []
         self._buffer: array[int] | array[float] = self._new_buffer()
@@ -316,8 +316,6 @@ class SeriesSampler:
             sound = values[fits].astype(np.int64)
         else:
             sound = np.zeros(0, np.int64)
-        if sound.size and sound.min() < 0:
-            sound = sound[sound >= 0]
         self.n_refused += values.size - sound.size
         return sound
 
@@ -334,11 +332,17 @@ class SeriesSampler:
         values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         if not values.size:
             return
-        high = self._note_span(int(values.min()), int(values.max()))
-        self._sum += _exact_sum(values)
-        self._sum_squares += _exact_sum_of_squares(values, int(high))
+        low, high = int(values.min()), int(values.max())
+        if low < 0:
+            sound = values[values >= 0]
+            self.n_refused += values.size - sound.size
+            self._absorb_integers([sound])
+            return
+        self._note_span(low, high)
+        self._sum += _exact_sum(values, high)
+        self._sum_squares += _exact_sum_of_squares(values, high)
         self.count += values.size
-        self._histogram.add(self._clamped(values, high))
+        self._count_in_histogram(values, low, high)
         if self._log is not None:
             self._log.append(values)
 
@@ -346,7 +350,7 @@ class SeriesSampler:
         values = np.concatenate(arrays)
         if not values.size:
             return
-        high = self._note_span(float(values.min()), float(values.max()))
+        self._note_span(float(values.min()), float(values.max()))
         # Chan's merge of two sets' means and squared deviations: stable where sums of squares are not.
         size, mean = values.size, float(values.mean())
         delta, count = mean - self._mean, self.count + size
@@ -354,28 +358,23 @@ class SeriesSampler:
         self._mean += delta * size / count
         self.count = count
         steps = np.minimum(values / self.RESOLUTION, float(HIGHEST_TRACKABLE) * 2).astype(np.int64)
-        self._histogram.add(self._clamped(steps, high / self.RESOLUTION))
+        self._count_in_histogram(steps, int(steps.min()), int(steps.max()))
         if self._log is not None:
             self._log.append(values.view(np.int64))
 
-    def _note_span(self, low: float, high: float) -> float:
+    def _note_span(self, low: float, high: float) -> None:
         self.min = low if self.min is None else min(self.min, low)
         self.max = high if self.max is None else max(self.max, high)
-        return high
 
-    def _clamped(self, values: Int64Array, highest: float) -> Int64Array:
-        if highest <= HIGHEST_TRACKABLE:
-            return values
-        self.n_clamped += int((values > HIGHEST_TRACKABLE).sum())
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "series %s %s has values above %d: live percentiles show that at most",
-                self.name,
-                self.labels,
-                HIGHEST_TRACKABLE,
-            )
-        return np.minimum(values, HIGHEST_TRACKABLE)
+    def _count_in_histogram(self, steps: Int64Array, low: int, high: int) -> None:
+        if high > HIGHEST_TRACKABLE:
+            self.n_clamped += int((steps > HIGHEST_TRACKABLE).sum())
+            steps = np.minimum(steps, HIGHEST_TRACKABLE)
+            if not self._warned:
+                self._warned = True
+                text = "series %s %s has values above %d: live percentiles show that at most"
+                logger.warning(text, self.name, self.labels, HIGHEST_TRACKABLE)
+        self._histogram.add(steps, min(low, HIGHEST_TRACKABLE), min(high, HIGHEST_TRACKABLE))
 
     @property
     def total(self) -> float:
@@ -522,7 +521,9 @@ def _edges(low: float, high: float, shift: float, integer: bool) -> Float64Array
 _STEPS = np.linspace(0.0, 1.0, N_BUCKETS + 1)
 
 
-def _exact_sum(values: Int64Array) -> int:
+def _exact_sum(values: Int64Array, highest: int) -> int:
+    if highest * values.size < 1 << 63:
+        return int(values.sum())
     # Halves of 32 bits: their sums cannot overflow, whatever the values are.
     high = int((values >> 32).sum())
     low = int((values & 0xFFFF_FFFF).sum())
@@ -533,7 +534,9 @@ _SQUARES_PER_STEP = 1 << 20
 
 
 def _exact_sum_of_squares(values: Int64Array, highest: int) -> int:
-    """Σ v² without overflow: by halves of 21 bits; the rare larger values one by one."""
+    """Σ v² without overflow: at once if it fits, else by halves of 21 bits, and the rarest one by one."""
+    if highest * highest * values.size < 1 << 63:
+        return int(values @ values)
     total = 0
     for start in range(0, values.size, _SQUARES_PER_STEP):
         part = values[start : start + _SQUARES_PER_STEP]
