@@ -98,15 +98,16 @@ class TopApp(App[None]):
     # What comes in.
 
     def _look(self) -> None:
+        main = self.screen_stack[0]
+        if not main.query(RunHeader):
+            return  # The timer may fire once more while the screen is being taken down.
         version = self.feed.version
         if version != self._version and not self.paused:
             self._version = version
             snapshot = self.feed.latest
             if snapshot is not None:
                 self._take(snapshot)
-        main = self.screen_stack[0]
-        if main.is_mounted:
-            main.query_one(RunHeader).show(self.snapshot, self.feed.status(), paused=self.paused)
+        main.query_one(RunHeader).show(self.snapshot, self.feed.status(), paused=self.paused)
 
     def _take(self, snapshot: MetricsSnapshot) -> None:
         before = self.snapshot

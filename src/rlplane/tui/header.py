@@ -11,7 +11,7 @@ from rlplane.tui.sparks import spark
 from rlplane.viewing.feed import FeedStatus
 from rlplane.viewing.health import findings, health
 from rlplane.viewing.history import History
-from rlplane.viewing.units import format_bytes, format_count, format_duration
+from rlplane.viewing.units import format_bytes, format_count, format_duration, printable
 
 __all__ = ["Figures", "RunHeader"]
 
@@ -41,9 +41,9 @@ class RunHeader(Static):
             self.update(Text("\n").join([first, Text("start one, for example: rlplane demo", style="dim")]))
             return
         first.append(f" {snapshot.state.value} ", _STATE_STYLES[snapshot.state.value])
-        first.append(f"  {_printable(snapshot.run_id)}", "bold")
+        first.append(f"  {printable(snapshot.run_id)}", "bold")
         first.append(f"  up {format_duration(snapshot.elapsed_s)}")
-        first.append(f"  on {_printable(snapshot.host) or 'this machine'}", "dim")
+        first.append(f"  on {printable(snapshot.host) or 'this machine'}", "dim")
         alive = sum(worker.state == "alive" for worker in snapshot.workers)
         first.append(f"  {alive}/{len(snapshot.workers)} workers")
         if paused:
@@ -59,9 +59,11 @@ def _second_line(snapshot: MetricsSnapshot, status: FeedStatus) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     if not found:
         return line.append("healthy", _HEALTH_STYLES["ok"])
-    line.append(found[0].text, _HEALTH_STYLES[level])
+    line.append(printable(found[0].text), _HEALTH_STYLES[level])
     if len(found) > 1:
-        line.append(f"  (and {len(found) - 1} more: {'; '.join(one.text for one in found[1:])})", "dim")
+        line.append(
+            printable(f"  (and {len(found) - 1} more: {'; '.join(one.text for one in found[1:])})"), "dim"
+        )
     return line
 
 
@@ -119,7 +121,3 @@ class Figures(Static):
         grid.add_row(*(Text(more, "dim") for _, _, more, *_ in cells))
         grid.add_row(*(Text(spark(values, width), colour) for *_, values, colour in cells))
         self.update(grid)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)

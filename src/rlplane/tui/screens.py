@@ -16,7 +16,14 @@ from rlplane.report import Report, render_text
 from rlplane.tui.panes import sample_table, task_table
 from rlplane.tui.sparks import bar
 from rlplane.viewing.flow import PRODUCERS, FlowPicture, partition_flow
-from rlplane.viewing.units import format_bytes, format_count, format_duration, format_ns, format_percent
+from rlplane.viewing.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_ns,
+    format_percent,
+    printable,
+)
 
 __all__ = ["KeysScreen", "PartitionScreen", "ReportScreen"]
 
@@ -48,7 +55,7 @@ class PartitionScreen(Screen[None]):
         picture = partition_flow(snapshot, self.partition)
         flow = self.query_one("#flow", Static)
         if picture is None:
-            flow.update(Text(f"{self.partition} is not in the run any more"))
+            flow.update(Text(f"{printable(self.partition)} is not in the run any more"))
             return
         flow.update(_describe(picture, snapshot))
         tasks = self.query_one("#tasks")
@@ -79,7 +86,7 @@ def _of(snapshot: MetricsSnapshot, name: str, partition: str, task: str) -> Seri
 def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
     life = next(snapshot.series("written_to_cleared", partition=picture.partition), None)
     text = Text()
-    text.append(picture.partition, "bold")
+    text.append(printable(picture.partition), "bold")
     text.append(f"   {format_count(picture.samples)} samples, {format_bytes(picture.bytes)}")
     if picture.fill is not None:
         text.append(f"   {bar(picture.fill, 20)} {format_percent(picture.fill)} full")
@@ -95,7 +102,7 @@ def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
         text.append(f" {format_count(task.rate)}/s")
     text.append(f" ─{format_count(picture.clear_rate)}/s→ cleared")
     if picture.holdup is not None:
-        what = "the producers hold" if picture.holdup == PRODUCERS else f"{picture.holdup} holds"
+        what = "the producers hold" if picture.holdup == PRODUCERS else f"{printable(picture.holdup)} holds"
         text.append(f"\n{what} everything up", "bold yellow")
     if life is not None and life.count:
         text.append(f"\nfrom write to clear: p50 {format_ns(life.percentiles.get('p50'))}", "dim")
@@ -104,7 +111,7 @@ def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
 
 
 def _stage(text: Text, name: str, holds: bool) -> None:
-    text.append(name, "black on yellow" if holds else "bold cyan")
+    text.append(printable(name), "black on yellow" if holds else "bold cyan")
 
 
 class ReportScreen(Screen[None]):
@@ -124,7 +131,8 @@ class ReportScreen(Screen[None]):
         lasted = format_duration(self.snapshot.elapsed_s)
         yield Static(Text(f"The run has ended after {lasted}: {self.snapshot.state.value}"), id="report-head")
         with VerticalScroll():
-            yield Static(Text(render_text(Report.from_snapshot(self.snapshot))), id="report")
+            lines = render_text(Report.from_snapshot(self.snapshot)).splitlines()
+            yield Static(Text("\n".join(map(printable, lines))), id="report")
         yield Footer()
 
 

@@ -19,6 +19,8 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from rlplane.viewing.units import printable
+
 __all__ = ["Column", "LiveTable"]
 
 Row = TypeVar("Row")
@@ -256,8 +258,7 @@ class LiveTable(ScrollView, Generic[Row], can_focus=True):
 
 
 def _fit(text: str, width: int, left: bool) -> str:
-    # A name may hold anything: what would move the terminal's cursor is shown as a space.
-    text = "".join(char if char.isprintable() else " " for char in text)
+    text = printable(text)
     size = cell_len(text)
     if size > width:
         return set_cell_size(text, width - 1) + "…"

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["format_age", "format_bytes", "format_count", "format_duration", "format_ns", "format_percent"]
+__all__ = [
+    "format_age",
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "format_ns",
+    "format_percent",
+    "printable",
+]
 
 _NONE = "–"
 
@@ -54,6 +62,11 @@ def format_age(seconds: float | None) -> str:
 
 def format_percent(share: float | None) -> str:
     return _NONE if share is None else f"{100 * share:.0f}%"
+
+
+def printable(text: str) -> str:
+    """A name as one line of text: what would move a terminal's cursor, or paint, becomes a space."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
