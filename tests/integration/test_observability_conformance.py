@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
@@ -70,3 +72,20 @@ def test_observed_shared_memory_keeps_the_contract(shm, check: Check):
 def test_an_observed_cluster_keeps_the_contract(cluster, check: Check):
     outcome = run_check(check, Observed(cluster))
     assert outcome.result == "kept" or check.name in NOT_HERE[cluster.backend], outcome.reason
+
+
+def test_the_transfers_of_shared_memory_agree_with_the_bytes_that_were_put_and_got(shm):
+    with MetricsDataPlaneClient(shm.client()) as client:
+        client.register_partition("transfers", ["x"], 64, ["train"])
+        ids = [f"s{row}" for row in range(64)]
+        data = torch.arange(64 * 1000).reshape(64, 1000)
+        client.put_samples(ids, "transfers", TensorDict({"x": data}, batch_size=[64]))
+        client.get_samples(ids[::-1], "transfers", ["x"])
+        stats, snapshot = client.transfer_stats, client.snapshot()
+        client.clear_samples(ids, "transfers")
+    assert stats.num_successful_transfers >= 1
+    assert sum(stats.data["bytes_transferred"]) >= data.nbytes
+    assert all(value >= 0 for key in ("transfer_duration", "post_duration") for value in stats.data[key])
+    assert min(stats.data["num_descriptors"]) >= 1
+    assert snapshot["transfers"]["Num failed transfers"] == 0
+    assert snapshot["total_bytes"] == 2 * data.nbytes
