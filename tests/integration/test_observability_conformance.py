@@ -68,6 +68,7 @@ def test_observed_shared_memory_keeps_the_contract(shm, check: Check):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.parametrize("check", checks(), ids=lambda check: check.name)
 def test_an_observed_cluster_keeps_the_contract(cluster, check: Check):
     outcome = run_check(check, Observed(cluster))
