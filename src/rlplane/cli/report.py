@@ -13,6 +13,7 @@ from rlplane.cli.output import note, write_json, write_text
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.report import Report, render_html, render_text
 from rlplane.viewing.feed import RunFeed, read_run
+from rlplane.viewing.units import printable
 
 __all__ = ["report"]
 
@@ -51,7 +52,7 @@ def report(
         if as_json:
             write_json("report.compare", msgspec.to_builtins(comparison))
         else:
-            write_text(render_comparison(comparison))
+            write_text("\n".join(map(printable, render_comparison(comparison).splitlines())))
         return
     snapshot = _read(run)
     made = Report.from_snapshot(snapshot, source="file" if snapshot.state.is_final else "live")
@@ -64,7 +65,7 @@ def report(
     if as_json:
         write_json("report", msgspec.to_builtins(made))
     elif html is None:
-        write_text(render_text(made))
+        write_text("\n".join(map(printable, render_text(made).splitlines())))
 
 
 def _read(run: str | None) -> MetricsSnapshot:

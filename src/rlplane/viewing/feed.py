@@ -52,13 +52,15 @@ def read_run(directory: str | Path) -> MetricsSnapshot:
         ConfigError: There is none, or it cannot be read.
     """
     path = Path(directory)
+    if not path.exists():
+        raise ConfigError(f"there is no {path}: name a run's directory, or its {FINAL_SNAPSHOT_NAME}")
     if path.is_dir():
         path = path / FINAL_SNAPSHOT_NAME
     try:
         return read_final_snapshot(path)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"there is no {path}: a run writes it when it ends; a running one is seen with `rlplane top`"
+            f"{path} is not there: a run writes it when it ends; a running one is seen with rlplane top"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
