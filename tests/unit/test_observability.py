@@ -519,6 +519,7 @@ def test_a_callback_that_does_not_pickle_is_left_out_and_said(caplog: pytest.Log
     original.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_measures_by_itself(tmp_path: Any) -> None:
     path = tmp_path / "events.jsonl"
     client = MetricsDataPlaneClient(

@@ -58,6 +58,7 @@ _FOLD_AT = 4096
 # an operation that has to wake it pays for that.
 _REST_S = 0.02
 _LOOKS_BEFORE_SLEEP = 50
+_KEYS_BETWEEN_PAUSES = 64
 _MANY_PARTITIONS = 4096
 
 Entry = tuple[str, str, int, int, float, float, str, int, str | None, tuple[str, str] | None, int, Any]
@@ -132,8 +133,8 @@ class Journal:
         elif len(entries) > _FOLD_AT:
             self.fold()
 
-    def fold(self) -> None:
-        """Work out all that has been noted so far."""
+    def fold(self, *, politely: bool = False) -> None:
+        """Work out all that has been noted so far; ``politely``, with pauses that let operations go on."""
         entries = self._entries
         if not entries:
             # Another thread may be at work on what was noted before: wait for it.
@@ -143,6 +144,7 @@ class Journal:
             if self._sinks_to_build:
                 self._build_sinks_after_fork()
             out = _Out(time.time() - time.perf_counter())
+            keys = 0
             for _ in range(len(entries)):
                 try:
                     entry = entries.popleft()
@@ -153,6 +155,12 @@ class Journal:
                 except Exception as error:
                     self.counts["unmeasured"] += 1
                     self.warn("unmeasured", "", f"an operation could not be measured: {entry[:3]}: {error!r}")
+                keys += entry[2]
+                if politely and keys >= _KEYS_BETWEEN_PAUSES:
+                    # Whoever has just got its answer waits for the interpreter's lock, which we would keep
+                    # for up to 5 ms.
+                    time.sleep(0)
+                    keys = 0
             if self._callback is not None:
                 self._callback.offer(out.events)
             self.to_sinks(out.records)
@@ -383,7 +391,7 @@ class Journal:
             while idle < _LOOKS_BEFORE_SLEEP and not self.stopped.is_set():
                 if self._entries:
                     idle = 0
-                    self.fold()
+                    self.fold(politely=True)
                     if not self._hooked:
                         # Once more, after the sender has begun, so that at exit we come before it.
                         self._hooked = True

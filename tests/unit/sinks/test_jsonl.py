@@ -15,6 +15,9 @@ import pytest
 from rlplane.errors import ConfigError
 from rlplane.sinks.jsonl import JsonlSink, read_records, record_files
 
+# Python 3.12 warns of every fork in a process that has threads, such as those of torch.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+
 
 def records(*numbers: int) -> list[dict]:
     return [{"kind": "op", "n": number, "text": "x" * 20} for number in numbers]
