@@ -405,7 +405,7 @@ def test_the_trace_has_every_operation_by_process_thread_and_partition(observe, 
     assert names == {f"{thread} · rollouts", thread}
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
     assert {"bytes_outstanding": 16} in [event["args"] for event in counters]
-    assert [record["kind"] for record in read_records(tmp_path / "trace.jsonl")][0] == "session"
+    assert next(record["kind"] for record in read_records(tmp_path / "trace.jsonl")) == "session"
 
 
 def test_a_trace_is_made_of_the_records_of_a_run_that_died(tmp_path):
@@ -463,3 +463,18 @@ def check_trace(trace: dict) -> None:
             assert ("process_name", event["pid"], 0) in named
         else:
             assert all(isinstance(value, (int, float)) for value in event["args"].values())
+
+
+def test_what_an_aggregator_wrote_down_makes_a_trace_too(tmp_path):
+    from rlplane.metrics.events import EventBatch, OpRecord, pack_ops
+    from rlplane.metrics.journal import EventJournal
+
+    ops, _ = pack_ops([OpRecord("put", "p", 2, 32, 1500, 10_000, thread_id=5)])
+    journal = EventJournal(tmp_path / "events.jsonl")
+    journal.write(EventBatch(worker="w0", pid=7, host="h", seq=1, sent_ns=0, ops=ops))
+    journal.close()
+    assert write_trace([tmp_path / "events.jsonl"], tmp_path / "trace.json") == 1
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    check_trace(trace)
+    (put,) = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert (put["name"], put["cat"], put["ts"], put["dur"]) == ("put", "p", 10.0, 1.5)
