@@ -96,7 +96,12 @@ class PicturedRun:
 
     def step(self, seconds: float = 1.0, state: SessionState | None = None) -> MetricsSnapshot:
         """Let time pass and return the picture at its end."""
+        self.pass_time(seconds)
         self.state = state or self.state
+        return self._snapshot()
+
+    def pass_time(self, seconds: float = 1.0) -> None:
+        """Let time pass without a picture, which is what costs."""
         self.elapsed_s += seconds
         self._seq += 1
         for (name, _), entry in self._counters.items():
@@ -118,7 +123,6 @@ class PicturedRun:
                     self._count(counter, part * amount, seconds, op=op, partition=name)
         self._count("events", ops, seconds)
         self._timeline.append(self._timeline_point(seconds, ops, before))
-        return self._snapshot()
 
     def fail(self, message: str, op: str = "claim_meta", worker: str = "rollout-0") -> None:
         """An operation fails: counted, and in the log from the next step on."""
@@ -205,7 +209,8 @@ class PicturedRun:
         ]
         for (name, labels), chunks in self._values.items():
             (_, unit), *rest = labels
-            metrics.append(series_of(name, np.concatenate(chunks), unit=unit, **dict(rest)))
+            chunks[:] = [np.concatenate(chunks)]
+            metrics.append(series_of(name, chunks[0], unit=unit, **dict(rest)))
         parts = [self._partition(name) for name in self.partitions]
         for name, values in (
             ("samples_held", [part.samples for part in parts]),

@@ -25,7 +25,7 @@ def finished_run(directory: Path, **details: Any) -> Path:
     directory.mkdir()
     pictured = PicturedRun(**details)
     for _ in range(60):
-        pictured.step()
+        pictured.pass_time()
     final = pictured.step(state=SessionState.COMPLETE)
     (directory / "final_snapshot.json").write_bytes(msgspec.json.encode(final))
     return directory
