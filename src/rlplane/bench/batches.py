@@ -84,8 +84,8 @@ class Batch:
 
     def difference(self, got: Columns, order: Sequence[int] | None) -> str | None:
         """What is wrong with ``got`` as the rows in ``order``, or None if every byte is right."""
-        if list(got) != self.fields:
-            return f"fields {list(got)} instead of {self.fields}"
+        if sorted(got) != sorted(self.fields):
+            return f"fields {sorted(got)} instead of {sorted(self.fields)}"
         rows = range(self.rows) if order is None else order
         for name, (value, lengths) in got.items():
             wanted = self.values[name]

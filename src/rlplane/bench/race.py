@@ -10,6 +10,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from rlplane.bench.contestants import COPY, ZMQ, Contestant
@@ -133,11 +134,10 @@ class _Entry:
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         self.name = contestant.name
-        self.producer = SeatProcess(f"{contestant.name} (producer)")
+        self._environment = contestant.environment()
+        self.producer = self._seat("producer")
         self.consumer: _AnySeat = (
-            _InsideSeat(self.producer)
-            if contestant.consumer_inside
-            else SeatProcess(f"{contestant.name} (consumer)")
+            _InsideSeat(self.producer) if contestant.consumer_inside else self._seat("consumer")
         )
         self.clients: SeatProcess | None = None
         self.link: dict[str, Any] = {}
@@ -156,6 +156,13 @@ class _Entry:
         self.link = self.producer.call("open", self.contestant.store, "producer", {})
         if not self.contestant.consumer_inside:
             self.consumer.call("open", self.contestant.store, "consumer", self.link)
+
+    def _seat(self, role: str) -> SeatProcess:
+        return SeatProcess(f"{self.name} ({role})", self._environment)
+
+    def start_clients(self, count: int, partition: str, rows: int) -> None:
+        self.clients = self._seat("clients")
+        self.clients.call("clients_start", self.contestant.store, self.link, count, partition, rows)
 
     def register(self, partition: str) -> None:
         self.producer.call("register", partition)
@@ -197,8 +204,9 @@ class _Race:
             self._with(entry, _Entry.open)
 
     def close(self) -> None:
-        for entry in self._entries:
-            entry.close()
+        # Each ends its reader before its server; among themselves they need not wait.
+        with ThreadPoolExecutor(max(len(self._entries), 1)) as pool:
+            list(pool.map(_Entry.close, self._entries))
 
     def torch(self) -> tuple[str, int]:
         version, threads = self._entry(COPY).producer.call("torch")
@@ -346,10 +354,7 @@ class _Race:
     def _start_clients(self, entry: _Entry, partition: str) -> None:
         entry.register(partition)
         most = max(n for n in self._plan.clients if n <= entry.contestant.most_clients)
-        entry.clients = SeatProcess(f"{entry.name} (clients)")
-        entry.clients.call(
-            "clients_start", entry.contestant.store, entry.link, most, partition, self._plan.client_rows
-        )
+        entry.start_clients(most, partition, self._plan.client_rows)
 
     def _clients_run(self, entry: _Entry, count: int, counts: bool) -> None:
         assert entry.clients is not None

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -36,24 +36,24 @@ class SeatError(Exception):
 class SeatProcess:
     """A seat in a process of its own, from the outside."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         ours, theirs = Pipe()
-        environment = {
+        inherited = {
             key: value
             for key, value in os.environ.items()
             if not key.startswith("RLPLANE_") or key.startswith("RLPLANE_BENCH_")
         }
         # A seat must be able to load what the caller can.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlplane.bench.seat", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=environment,
+            env={**inherited, **(environment or {})},
         )
         theirs.close()
         self._pipe: Connection[Any, Any] = ours

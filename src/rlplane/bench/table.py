@@ -98,7 +98,7 @@ def _claims(result: BenchResult) -> str:
 
 
 def _clients(result: BenchResult) -> str:
-    title = "So many clients at once: cycles of put, claim, get and clear per second, all together"
+    title = "So many clients at once: cycles of put, claim, get and clear per second, more is better"
     return _by_level(result, "clients", title, " clients")
 
 
@@ -111,6 +111,7 @@ def _by_level(result: BenchResult, part: str, title: str, unit: str) -> str:
     for name in names:
         rows.append([name, *(_time(by_key.get((name, level))) for level in levels)])
         if name != RLPLANE:
+            # More is better here where it is cycles, and worse where it is time; the title says which.
             rows.append(
                 [
                     f"  ÷ {RLPLANE}",

@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from cyclopts import Parameter
 
 from rlplane.cli.options import Flag
 from rlplane.cli.outcome import CommandError, ExitCode
-from rlplane.cli.output import note, write_text
+from rlplane.cli.output import JSON_SCHEMA_VERSION, note, write_text
 
 __all__ = ["bench"]
 
@@ -31,7 +32,7 @@ def bench(
     observability: Flag = False,
     metrics: Flag = False,
     raw_transfer_queue: Flag = False,
-) -> int | None:
+) -> int:
     """Measure put, get, clear, claims and many clients, and judge the targets.
 
     Parameters
@@ -71,12 +72,18 @@ def bench(
     return _run(peers, quick, json, plot)
 
 
-def _run_other(name: str, quick: bool, json: Path | None) -> int | None:
-    module = f"rlplane.bench.{name}"
-    if find_spec(module) is None:
-        raise CommandError(f"this rlplane has no {module}", ExitCode.CANNOT_START)
-    result: int | None = import_module(module).run(quick=quick, json_file=json)
-    return result
+def _run_other(name: str, quick: bool, json: Path | None) -> int:
+    """Such a bench has ``run(quick)``, which returns plain numbers, and ``render`` of them."""
+    path = f"rlplane.bench.{name}"
+    if find_spec(path) is None:
+        raise CommandError(f"this rlplane has no {path}", ExitCode.CANNOT_START)
+    module = import_module(path)
+    result = module.run(quick=quick)
+    if json is not None:
+        record = {"schema": path, "schema_version": JSON_SCHEMA_VERSION, **result}
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    write_text(module.render(result))
+    return ExitCode.OK
 
 
 def _run(peers: str, quick: bool, json: Path | None, plot: Path | None) -> int:

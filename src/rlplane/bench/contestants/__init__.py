@@ -6,6 +6,7 @@ To add a contestant: a store in this directory (``store.py`` says what one has) 
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,16 @@ class Contestant:
     modules: tuple[str, ...] = ()
     program: str | None = None
     extra: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """What its processes need in their environment, beside ours.
+
+        A Ray that finds a token in the user's home asks for it, but a process that joins does not look there.
+        So a contestant's Ray has a token of its own, which only its own processes know.
+        """
+        if "ray" not in self.modules:
+            return {}
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def check(self) -> None:
         """Raise ``MissingExtraError`` if it cannot run here."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplane.bench.batches import Batch, Columns
-from rlplane.bench.contestants.ray_cluster import start_ray
+from rlplane.bench.contestants.ray_cluster import end_ray, start_ray
 from rlplane.bench.contestants.store import check_tiny, tiny_rows
 
 __all__ = ["RayBatchStore", "RayRowsStore"]
@@ -123,9 +123,7 @@ class RayBatchStore:
         pass
 
     def close(self) -> None:
-        import ray
-
-        ray.shutdown()
+        end_ray()
 
 
 class RayRowsStore(RayBatchStore):

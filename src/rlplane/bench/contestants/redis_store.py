@@ -48,7 +48,8 @@ class RedisStore:
         return batch
 
     def put(self, name: str, ids: list[str], form: Batch) -> None:
-        columns = {field: [row.numpy().data for row in form.split(field)] for field in form.fields}
+        # As bytes, because redis-py takes the number of items for the number of bytes.
+        columns = {field: [row.numpy().data.cast("B") for row in form.split(field)] for field in form.fields}
         pipeline = self._redis.pipeline(transaction=False)
         for row, sample_id in enumerate(ids):
             pipeline.hset(sample_id, mapping={field: rows[row] for field, rows in columns.items()})

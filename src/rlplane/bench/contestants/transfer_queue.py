@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.bench.batches import Batch, Columns
-from rlplane.bench.contestants.ray_cluster import join_ray, start_ray
+from rlplane.bench.contestants.ray_cluster import LOOPBACK, end_ray, join_ray, start_ray
 from rlplane.bench.contestants.store import TINY_WIDTH, check_tiny, columns_of, tiny_rows
 
 __all__ = ["MooncakeStore", "SimpleStore"]
@@ -115,12 +115,10 @@ class SimpleStore:
         self._tq.get_client().clear_samples(claimed)
 
     def close(self) -> None:
-        import ray
-
         # ``close`` of any process ends the controller, so only the first one's may.
         if self._started:
             self._tq.close()
-        ray.shutdown()
+        end_ray()
 
 
 class MooncakeStore(SimpleStore):
@@ -131,9 +129,9 @@ class MooncakeStore(SimpleStore):
         from rlplane.adapters.transfer_queue.network import set_mooncake_environment
 
         # Before TransferQueue is imported, which loads Mooncake, which reads some of it then.
-        set_mooncake_environment("127.0.0.1", quiet=True)
+        set_mooncake_environment(LOOPBACK, quiet=True)
         # Not by TransferQueue, which ends every master of the machine before it starts one.
-        self._master = None if link else MooncakeMaster("127.0.0.1", None)
+        self._master = None if link else MooncakeMaster(LOOPBACK, None)
 
     def _config(self) -> dict[str, Any]:
         from rlplane.adapters.transfer_queue.mooncake import store_config
@@ -144,7 +142,7 @@ class MooncakeStore(SimpleStore):
             **super()._config(),
             "backend": {
                 "storage_backend": "MooncakeStore",
-                "MooncakeStore": {**store, "local_hostname": "127.0.0.1"},
+                "MooncakeStore": {**store, "local_hostname": LOOPBACK},
             },
         }
 

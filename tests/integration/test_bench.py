@@ -1,0 +1,179 @@
+"""The bench itself, run for real on a small scale. What it measures here is worth nothing, how it does is."""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rlplane.bench import Contestant, Plan, contestants_for, quick_plan, run_bench
+from rlplane.bench.results import BenchResult
+from rlplane.bench.seat import SeatError, SeatProcess
+from rlplane.bench.targets import TARGETS
+
+PARTS = {"ping", "data", "wake", "claims", "clients"}
+DATA_OPS = {
+    "put",
+    "get",
+    "get+touch",
+    "get drop",
+    "scattered",
+    "scattered+touch",
+    "scattered drop",
+    "clear",
+}
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, str, Path]:
+    """One run of the command: its result, what it printed, and where its files are."""
+    directory = tmp_path_factory.mktemp("bench")
+    json, plot = directory / "bench.json", directory / "bench.svg"
+    done = subprocess.run(
+        [sys.executable, "-m", "rlplane.cli", "bench", "--quick", "--json", json, "--plot", plot],
+        env={**os.environ, "RLPLANE_BENCH_SCALE": "0.01"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # progress is for a terminal
+    return msgspec.json.decode(json.read_bytes(), type=BenchResult), done.stdout, plot
+
+
+@pytest.mark.slow
+def test_the_command_measures_every_part_of_every_contestant(
+    command: tuple[BenchResult, str, Path],
+) -> None:
+    result, _, _ = command
+    assert (result.schema, result.schema_version, result.quick) == ("rlplane.bench", 1, True)
+    assert {series.part for series in result.series} == PARTS
+    for workload in result.workloads:
+        for contestant in ("copy", "copy-1", "rlplane"):
+            ops = {s.op for s in result.series if (s.workload, s.contestant) == (workload, contestant)}
+            assert ops == DATA_OPS, (workload, contestant)
+    assert all(value > 0 for series in result.series for value in series.values if series.op != "clear")
+    assert result.machine.cores > 0
+    assert result.machine.torch_threads > 0
+    assert result.machine.memory_bytes > 0
+
+
+@pytest.mark.slow
+def test_the_command_checks_every_read_and_finds_them_right(command: tuple[BenchResult, str, Path]) -> None:
+    result, printed, _ = command
+    assert result.right
+    reads = {check.contestant: check.reads for check in result.checks}
+    assert all(reads[name] > 0 for name in ("copy", "copy-1", "rlplane"))
+    assert all(check.failure is None for check in result.checks)
+    assert f"All {sum(reads.values()):,} reads" in printed
+
+
+@pytest.mark.slow
+def test_the_command_prints_tables_and_judges_every_target(command: tuple[BenchResult, str, Path]) -> None:
+    result, printed, plot = command
+    assert [target.what for target in result.targets] == [target.what for target in TARGETS]
+    assert all(target.what in printed for target in result.targets)
+    assert all(title in printed for title in result.workloads.values())
+    assert "÷ copy" in printed
+    measured = [target for target in result.targets if target.measured is not None]
+    assert len(measured) >= 8  # all but the peer's, and that of 64 clients, of which there are too few here
+    assert ET.fromstring(plot.read_text()).tag.endswith("svg")
+
+
+def tiny_plan() -> Plan:
+    """Data alone, for contestants that take part in nothing else."""
+    plan = quick_plan().scaled(0.005)
+    return replace(plan, grpo=plan.grpo[:1], wide=plan.wide[1:2], wakes=5, claims=3)
+
+
+def run_with(
+    *extra: Contestant, monkeypatch: pytest.MonkeyPatch, only_limits: bool = True
+) -> tuple[BenchResult, dict[str, list[str]]]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    chosen, _ = contestants_for([])
+    limits = [contestant for contestant in chosen if contestant.name in ("copy", "zmq")]
+    result = run_bench(tiny_plan(), [*limits, *extra] if only_limits else [*chosen, *extra])
+    return result, {check.contestant: check.wrong for check in result.checks}
+
+
+def test_a_contestant_that_returns_wrong_bytes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, wrong = run_with(
+        Contestant("wrong-byte", "", "bench_liars:WrongByte", peer="liar"),
+        Contestant("old-batch", "", "bench_liars:OldBatch", peer="liar"),
+        monkeypatch=monkeypatch,
+    )
+    assert not result.right
+    assert wrong["copy"] == []
+    assert any("grpo-13MB, get, round 0" in text and "token_mask" in text for text in wrong["wrong-byte"])
+    assert any("wide-8" in text for text in wrong["wrong-byte"]) or len(wrong["wrong-byte"]) == 5
+    assert wrong["old-batch"]
+    assert not any("round 0" in text for text in wrong["old-batch"])
+
+
+def test_a_peer_that_dies_drops_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = run_with(
+        Contestant("dies", "", "bench_liars:Dies", peer="liar"),
+        Contestant("is-not-there", "", "bench_liars:NoSuchStore", peer="liar"),
+        monkeypatch=monkeypatch,
+    )
+    failures = {check.contestant: check.failure for check in result.checks}
+    assert "ended with code 7" in (failures["dies"] or "")
+    assert "NoSuchStore" in (failures["is-not-there"] or "")
+    assert failures["copy"] is None
+    assert result.find("wide-8", "copy", "put") is not None
+    assert any("dies dropped out" in note for note in result.notes)
+
+
+def test_without_its_limit_or_the_engine_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SeatError, match="code 7"):
+        run_with(Contestant("dies", "", "bench_liars:Dies"), monkeypatch=monkeypatch)
+
+
+def test_a_seat_says_which_command_failed_and_why() -> None:
+    seat = SeatProcess("a seat")
+    try:
+        with pytest.raises(SeatError, match="a seat: load failed: ModuleNotFoundError"):
+            seat.call("load", "no_such_module:Store")
+        assert isinstance(seat.call("torch")[0], str)  # and goes on
+    finally:
+        seat.close()
+
+
+def test_seats_leave_the_planes_of_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plane that the user runs is in the environment; a bench that joined it would write into it."""
+    monkeypatch.setenv("RLPLANE_CONTROLLER_ADDRESS", "shm:///nowhere")
+    monkeypatch.setenv("RLPLANE_BACKEND", "memory")
+    seat = SeatProcess("a seat")
+    try:
+        link = seat.call("open", "rlplane.bench.contestants.plane:PlaneStore", "producer", {})
+        assert link["controller_address"] not in (None, "shm:///nowhere")
+    finally:
+        seat.close()
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        pytest.param("redis"),
+        pytest.param("ray", marks=[pytest.mark.cluster, pytest.mark.slow]),
+        pytest.param("tq-simple", marks=[pytest.mark.cluster, pytest.mark.slow]),
+        pytest.param("tq-mooncake", marks=[pytest.mark.cluster, pytest.mark.slow]),
+    ],
+)
+def test_a_peer_takes_part_through_its_own_api_and_returns_the_right_bytes(peer: str) -> None:
+    chosen, _ = contestants_for([peer])
+    chosen = [contestant for contestant in chosen if contestant.name not in ("copy-1", "rlplane")]
+    plan = replace(tiny_plan(), clients=(1, 2), resident=(128, 256))
+    result = run_bench(plan, chosen)
+    for check in result.checks:
+        assert check.failure is None
+        assert check.right, check.wrong
+    for contestant in chosen:
+        if contestant.peer is not None:
+            measured = {series.part for series in result.series if series.contestant == contestant.name}
+            assert measured == set(contestant.parts)

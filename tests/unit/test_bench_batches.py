@@ -1,0 +1,120 @@
+"""The bytes of the bench: the same in every process, and a reader that got others is caught."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlplane.bench.batches import Columns, make_batches, scattered_order, touch
+from rlplane.bench.contestants.store import check_tiny, columns_of, tiny_rows
+from rlplane.bench.plan import Workload, full_plan, quick_plan
+
+GRPO = Workload("grpo", "", rows=32, fields=6, nbytes=100_000, ragged=True)
+WIDE = Workload("wide", "", rows=16, fields=4, nbytes=65_536, ragged=False)
+
+
+@pytest.fixture(params=[GRPO, WIDE], ids=["ragged", "dense"])
+def workload(request: pytest.FixtureRequest) -> Workload:
+    return request.param  # type: ignore[no-any-return]
+
+
+def read(workload: Workload, number: int, *, scattered: bool = False) -> Columns:
+    """What a reader gets that makes no mistake."""
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(number)
+    columns = columns_of(batch.tensordict())
+    if not scattered:
+        return columns
+    order = scattered_order(batch.rows, number)
+    lengths = None if batch.lengths is None else [batch.lengths[row] for row in order]
+    return {name: ([batch.split(name)[row] for row in order], lengths) for name in columns}
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_what_came_back_right_is_right(workload: Workload, scattered: bool) -> None:
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(3)
+    order = scattered_order(batch.rows, 3) if scattered else None
+    assert batch.difference(read(workload, 3, scattered=scattered), order) is None
+
+
+def test_one_wrong_byte_is_found_wherever_it_is(workload: Workload) -> None:
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(0)
+    for name in batch.fields:
+        for at in (0, -1):
+            got = read(workload, 0)
+            value = got[name][0]
+            assert isinstance(value, torch.Tensor)
+            value.reshape(-1).view(torch.uint8)[at] ^= 1
+            wrong = batch.difference(got, None)
+            assert wrong is not None
+            assert name in wrong
+
+
+def test_bytes_of_an_earlier_round_are_wrong(workload: Workload) -> None:
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(2)
+    assert batch.difference(read(workload, 1), None) is not None
+
+
+def test_rows_in_another_order_are_wrong(workload: Workload) -> None:
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(1)
+    assert batch.difference(read(workload, 1, scattered=True), None) is not None
+    assert batch.difference(read(workload, 1), scattered_order(batch.rows, 1)) is not None
+
+
+def test_a_missing_field_another_dtype_and_a_short_read_are_wrong(workload: Workload) -> None:
+    batch = make_batches([workload])[workload.name]
+    batch.stamp(0)
+    last = batch.fields[-1]
+    missing, narrow, short = read(workload, 0), read(workload, 0), read(workload, 0)
+    del missing[last]
+    value, lengths = narrow[last]
+    assert isinstance(value, torch.Tensor)
+    narrow[last] = (value.to(torch.int16), lengths)
+    short[last] = (short[last][0][:-1], lengths)
+    for got, word in ((missing, "fields"), (narrow, "int16"), (short, "elements")):
+        assert word in (batch.difference(got, None) or "")
+
+
+def test_the_batches_have_the_size_that_their_title_says() -> None:
+    small = [w for w in full_plan().grpo if w.nbytes <= 13_000_000]
+    for name, batch in make_batches(small).items():
+        wanted = next(w.nbytes for w in small if w.name == name)
+        assert abs(batch.nbytes - wanted) < 30, name
+
+
+def test_wide_batches_share_their_memory_and_differ_in_the_number_of_fields() -> None:
+    batches = make_batches([replace(WIDE, name=f"wide-{n}", fields=n) for n in (1, 4)])
+    assert {len(batch.fields) for batch in batches.values()} == {1, 4}
+    assert {batch.nbytes for batch in batches.values()} == {65_536}
+    addresses = {batch.values["field_0"].data_ptr() for batch in batches.values()}
+    assert len(addresses) == 1
+
+
+def test_touching_reads_every_word_and_the_odd_bytes_at_the_end() -> None:
+    value = torch.zeros(21, dtype=torch.uint8)
+    before = touch({"a": (value, None)})
+    for at in range(21):
+        value[at] = 1
+        assert touch({"a": (value, None)}) != before
+        value[at] = 0
+
+
+def test_scaling_keeps_every_part_and_changes_its_size() -> None:
+    small = quick_plan().scaled(0.01)
+    assert [w.name for w in small.grpo + small.wide] == [w.name for w in full_plan().grpo + full_plan().wide]
+    assert max(w.nbytes for w in small.wide) < max(w.nbytes for w in quick_plan().wide) / 50
+    assert len(small.resident) >= 2
+    assert len(small.clients) >= 2
+    assert quick_plan().scaled(1) == quick_plan()
+
+
+def test_claimed_rows_are_checked_by_what_is_in_them() -> None:
+    rows = tiny_rows(range(5, 9))
+    assert check_tiny(rows[[2, 0, 3, 1]]) is None
+    rows[1, 3] += 1
+    assert "other numbers" in (check_tiny(rows) or "")
+    assert "shape" in (check_tiny(rows.flatten()) or "")

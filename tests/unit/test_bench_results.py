@@ -1,0 +1,178 @@
+"""Medians, ratios and targets: what a run says about itself, and when it says nothing."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rlplane.bench.plot import svg_plot
+from rlplane.bench.results import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    BenchResult,
+    Check,
+    Machine,
+    Series,
+    quantile,
+    ratio_of,
+)
+from rlplane.bench.table import format_result, format_seconds
+from rlplane.bench.targets import TARGETS, judge
+
+MACHINE = Machine("a <CPU>", 2, 2**34, 2**33, "6.1", "3.11", "2.13", 2, {}, 0.1, 0.2)
+
+
+def series(
+    contestant: str, op: str, *values: float, workload: str = "grpo-52MB", part: str = "data"
+) -> Series:
+    return Series.of(part, workload, contestant, op, list(values))
+
+
+def result(*found: Series, checks: list[Check] | None = None) -> BenchResult:
+    names = dict.fromkeys(one.contestant for one in found)
+    workloads = {one.workload: f"the batch {one.workload}" for one in found if one.part == "data"}
+    return BenchResult(
+        schema=SCHEMA,
+        schema_version=SCHEMA_VERSION,
+        started_at=0.0,
+        elapsed_s=1.0,
+        quick=True,
+        scale=1.0,
+        peers=[],
+        machine=MACHINE,
+        workloads=workloads,
+        contestants={name: name for name in names},
+        series=list(found),
+        checks=checks or [],
+        targets=[],
+        notes=["a note"],
+    )
+
+
+def test_quantiles_are_those_of_numpy() -> None:
+    values = sorted(np.random.default_rng(0).random(37).tolist())
+    for at in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0):
+        assert quantile(values, at) == pytest.approx(np.quantile(values, at))
+
+
+def test_a_series_keeps_its_values_and_says_how_far_they_spread() -> None:
+    found = series("rlplane", "put", 4.0, 1.0, 3.0, 2.0, 5.0)
+    assert found.values == [4.0, 1.0, 3.0, 2.0, 5.0]
+    assert (found.median, found.q1, found.q3) == (3.0, 2.0, 4.0)
+    assert found.spread == pytest.approx(2 / 3)
+
+
+def test_a_ratio_of_steady_series_means_something() -> None:
+    ratio = ratio_of(series("a", "put", 2.0, 2.1, 2.2), series("b", "put", 1.0, 1.0, 1.1))
+    assert ratio.value == pytest.approx(2.1)
+    assert ratio.low < ratio.value < ratio.high
+    assert not ratio.meaningless
+
+
+def test_a_ratio_that_the_spread_leaves_open_says_that_it_is_meaningless() -> None:
+    wild = series("a", "put", 1.0, 2.0, 9.0)
+    assert ratio_of(wild, series("b", "put", 1.0, 1.0, 1.0)).meaningless
+    shown = format_result(result(wild, series("rlplane", "put", 1.0, 1.0, 1.0)))
+    assert "2.00?" in shown
+
+
+def test_a_ratio_of_two_measurements_is_meaningless() -> None:
+    assert ratio_of(series("a", "put", 1.0, 1.0), series("b", "put", 1.0, 1.0, 1.0)).meaningless
+
+
+@pytest.mark.parametrize(
+    ("copy", "plane", "verdict"),
+    [
+        ((0.9, 0.9, 0.9), (1.0, 1.0, 1.0), "met"),
+        ((0.5, 0.5, 0.5), (1.0, 1.0, 1.0), "missed"),
+        ((0.7, 0.85, 1.0), (1.0, 1.0, 1.0), "unclear"),
+    ],
+)
+def test_a_target_is_met_missed_or_left_unclear_by_the_spread(
+    copy: tuple[float, ...], plane: tuple[float, ...], verdict: str
+) -> None:
+    target = judge(result(series("copy", "put", *copy), series("rlplane", "put", *plane)))[0]
+    assert target.verdict == verdict
+    assert target.measured is not None
+    if verdict == "unclear":
+        assert "by the median it is met" in target.note
+
+
+def test_an_upper_bound_is_met_from_below() -> None:
+    found = result(
+        series("copy", "put", 1.0, 1.0, 1.0),
+        series("rlplane", "get", 0.2, 0.2, 0.2),
+        series("rlplane", "scattered", 3.0, 3.0, 3.0),
+    )
+    verdicts = {target.what: target.verdict for target in judge(found)}
+    assert verdicts["get 52 MB neighbouring, time ÷ torch copy of the same bytes"] == "met"
+    assert verdicts["get 52 MB scattered over 512 rows, time ÷ torch copy"] == "missed"
+
+
+def test_what_was_not_measured_is_not_judged() -> None:
+    judged = judge(result())
+    assert len(judged) == len(TARGETS) == 10
+    assert {target.verdict for target in judged} == {"not measured"}
+    assert "--peers tq-simple" in judged[1].note
+
+
+def test_claims_and_clients_are_compared_over_their_levels() -> None:
+    levels = [
+        series("rlplane", "claim", *([seconds] * 3), workload=str(resident), part="claims")
+        for resident, seconds in ((1_000_000, 1.2), (1_000, 1.0), (10_000, 9.0))
+    ]
+    clients = [
+        series("rlplane", "cycles", *([rate] * 3), workload=str(count), part="clients")
+        for count, rate in ((64, 60.0), (1, 500.0), (4, 100.0))
+    ]
+    *_, claims, many = judge(result(*levels, *clients))
+    assert claims.measured is not None
+    assert (claims.measured.value, claims.verdict) == (pytest.approx(1.2), "met")
+    assert many.measured is not None
+    assert (many.measured.value, many.verdict) == (pytest.approx(0.6), "missed")
+
+
+def test_the_tail_of_waking_is_counted_in_round_trips() -> None:
+    wake = series("rlplane", "put to claim", *([1.0] * 99), 50.0, workload="wake", part="wake")
+    trips = series("zmq", "round trip", *([1.0] * 100), workload="ping", part="ping")
+    target = judge(result(wake, trips))[7]
+    assert target.measured is not None
+    assert target.measured.value == pytest.approx(wake.p99)
+    assert target.measured.value < 10
+
+
+def test_a_saved_result_is_read_back_as_it_was(tmp_path: Path) -> None:
+    saved = result(series("rlplane", "put", 1.0, 2.0, 3.0), checks=[Check("rlplane", 3, [])])
+    saved.targets.extend(judge(saved))
+    saved.save(tmp_path / "bench.json")
+    assert msgspec.json.decode((tmp_path / "bench.json").read_bytes(), type=BenchResult) == saved
+
+
+def test_wrong_bytes_are_shouted_in_the_table() -> None:
+    lied = result(series("liar", "put", 1.0), checks=[Check("liar", 2, ["wide-1, get: other bytes"])])
+    assert not lied.right
+    assert "liar RETURNED WRONG BYTES: wide-1, get: other bytes" in format_result(lied)
+    assert "right." not in format_result(lied)
+
+
+def test_the_picture_is_xml_with_a_bar_for_every_time() -> None:
+    found = result(
+        series("copy", "put", 0.001, 0.0011, 0.0012),
+        series("rlplane", "put", 0.002, 0.0021, 0.0022),
+        series("rlplane", "get+touch", 0.002, 0.0021, 0.0022),
+    )
+    root = ET.fromstring(svg_plot(found))
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [rect for rect in root.iter(f"{name}rect") if rect.get("height") == "11"]
+    assert len(bars) == 3
+    assert all(float(bar.get("width", "0")) > 0 for bar in bars)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (0.000456, "456 µs"), (5e-8, "50 ns"), (0.0, "0 ns")],
+)
+def test_a_time_is_shown_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
