@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -330,6 +331,9 @@ class ShmDataPlaneClient(DataPlaneClient):
             self._lock, self._pid, self._plane = threading.Lock(), os.getpid(), None
             self._bootstrap, self._process = False, None
             self.transfer_stats = TransferStats()
+            # The threads of torch's pool did not survive the fork, and a large copy would wait for them for
+            # ever. torch's DataLoader does the same in its workers.
+            torch.set_num_threads(1)
         with self._lock:
             if self._plane is None:
                 if self._address is None:

@@ -1,0 +1,302 @@
+"""Where the bytes go: recycled at once, bounded, and never taken from under a reader."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tests.integration import shm_workers as workers
+
+from rlplane.config import load_config
+from rlplane.errors import CapacityError, CapacityTimeoutError
+from rlplane.factory import build_data_plane_client
+
+MB = 2**20
+
+
+def make_plane(**config):
+    client = build_data_plane_client(load_config("shm", config))
+    client.register_partition("flow", ["x"], 10**9, ["train"])
+    return client
+
+
+def rows(count, nbytes_each):
+    return TensorDict({"x": torch.ones(count, nbytes_each, dtype=torch.uint8)}, batch_size=[count])
+
+
+def resident(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_a_thousand_steps_hold_the_arena_and_every_process_flat():
+    plane = make_plane()
+    data = rows(64, 16 * 1024)
+    sizes, residents = [], []
+    for step in range(1000):
+        ids = [f"{step}-{row}" for row in range(64)]
+        plane.put_samples(ids, "flow", data)
+        meta = plane.claim_meta("flow", "train", ["x"], 64)
+        got = plane.get_data(meta)
+        assert got["x"][5, 5] == 1
+        got["x"] += 1
+        plane.clear_samples(meta.sample_ids, "flow")
+        del got
+        if step in (200, 999):
+            gc.collect()
+            status = plane.arena_status()
+            sizes.append((status["total"], status["backed"]))
+            residents.append((resident(os.getpid()), resident(plane._process.pid)))
+    # A handful of batches: the one that is written, the one that is read, and what is on its way back.
+    assert sizes[0][0] == sizes[1][0] and sizes[1][1] <= 8 * MB
+    status = plane.arena_status()
+    assert status["leases"] == 0 and status["used"] == status["reserved"]
+    for before, after in zip(*residents, strict=True):
+        assert after - before < 16 * MB
+    plane.close()
+
+
+def test_what_is_read_is_recycled_only_when_the_reader_drops_it():
+    plane = make_plane(global_segment_size=8 * MB, local_buffer_size=8 * MB)
+    plane.put_samples(["a"], "flow", rows(1, 4 * MB))
+    held = plane.get_samples(["a"], "flow", ["x"])
+    plane.clear_samples(["a"], "flow")
+    with pytest.raises(CapacityTimeoutError):
+        plane.put_samples(["b"], "flow", rows(1, 6 * MB), timeout_s=0.1)
+    assert int(held["x"].sum()) == 4 * MB
+    view = held["x"][0, 100:200]
+    del held
+    with pytest.raises(CapacityTimeoutError):
+        plane.put_samples(["b"], "flow", rows(1, 6 * MB), timeout_s=0.1)
+    assert int(view.sum()) == 100
+    del view
+    plane.put_samples(["b"], "flow", rows(1, 6 * MB), timeout_s=20)
+    plane.close()
+
+
+def test_two_reads_of_the_same_rows_do_not_see_each_others_changes():
+    plane = make_plane()
+    plane.put_samples(["a", "b"], "flow", rows(2, MB))
+    first = plane.get_samples(["a", "b"], "flow", ["x"])
+    first["x"].fill_(7)
+    second = plane.get_samples(["a", "b"], "flow", ["x"])
+    assert int(second["x"].sum()) == 2 * MB
+    worker = workers.connect(plane.controller_address)
+    assert int(worker.get_samples(["b", "a"], "flow", ["x"])["x"].sum()) == 2 * MB
+    worker.close()
+    plane.close()
+
+
+def test_what_was_read_survives_the_close_of_the_client():
+    plane = make_plane()
+    plane.put_samples(["a"], "flow", rows(1, 4 * MB))
+    worker = workers.connect(plane.controller_address)
+    data = worker.get_samples(["a"], "flow", ["x"])
+    worker.close()
+    plane.clear_samples(["a"], "flow")
+    for step in range(4):
+        zeros = TensorDict({"x": torch.zeros(1, 4 * MB, dtype=torch.uint8)}, batch_size=[1])
+        plane.put_samples([f"z{step}"], "flow", zeros)
+    assert int(data["x"].sum()) == 4 * MB
+    plane.close()
+    assert int(data["x"].sum()) == 4 * MB
+
+
+def test_a_put_waits_for_bytes_and_goes_on_when_a_clear_makes_room():
+    plane = make_plane(global_segment_size=8 * MB)
+    plane.put_samples(["a"], "flow", rows(1, 5 * MB))
+    done = threading.Event()
+
+    def put():
+        plane.put_samples(["b"], "flow", rows(1, 5 * MB), timeout_s=60)
+        done.set()
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert not done.wait(0.3)
+    assert plane.list_sample_ids("flow") == ["a"]
+    plane.clear_samples(["a"], "flow")
+    assert done.wait(20)
+    thread.join()
+    assert plane.list_sample_ids("flow") == ["b"]
+    plane.close()
+
+
+def test_a_put_that_could_never_fit_is_refused_at_once():
+    plane = make_plane(global_segment_size=8 * MB)
+    with pytest.raises(CapacityError, match="can never fit") as caught:
+        plane.put_samples(["a"], "flow", rows(1, 9 * MB), timeout_s=600)
+    assert not isinstance(caught.value, TimeoutError)
+    plane.close()
+
+
+def test_memory_kept_for_a_next_put_is_taken_back_when_another_needs_it():
+    plane = make_plane(global_segment_size=32 * MB, local_buffer_size=32 * MB)
+    plane.put_samples(["a"], "flow", rows(1, 6 * MB))
+    plane.clear_samples(["a"], "flow")
+    assert plane.arena_status()["reserved"] > 6 * MB
+    worker = workers.connect(plane.controller_address, local_buffer_size=32 * MB)
+    worker.put_samples(["b"], "flow", rows(1, 30 * MB), timeout_s=20)
+    # And the first one notices that its spare is gone.
+    worker.clear_samples(["b"], "flow")
+    plane.put_samples(["c"], "flow", rows(1, 6 * MB), timeout_s=20)
+    assert int(worker.get_samples(["c"], "flow", ["x"])["x"].sum()) == 6 * MB
+    worker.close()
+    plane.close()
+
+
+def test_the_arena_grows_on_demand_up_to_its_bound():
+    plane = make_plane(global_segment_size=64 * MB)
+    assert plane.arena_status()["total"] == 0
+    totals = []
+    for step in range(10):
+        plane.put_samples([f"s{step}"], "flow", rows(1, 5 * MB))
+        totals.append(plane.arena_status()["total"])
+    assert totals[0] < totals[-1] <= 64 * MB
+    assert totals == sorted(totals)
+    plane.close()
+
+
+def test_without_file_descriptors_there_is_a_clear_error_and_the_plane_goes_on():
+    plane = make_plane()
+    plane.put_samples(["a"], "flow", rows(1, MB))
+    script = """
+import os, resource, sys
+from tests.integration.shm_workers import connect
+plane = connect(sys.argv[1])
+plane.list_sample_ids("flow")
+used = len(os.listdir("/proc/self/fd"))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+fillers = []
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
+try:
+    while True:
+        fillers.append(os.dup(0))
+except OSError:
+    pass
+try:
+    plane.get_samples(["a"], "flow", ["x"])
+except MemoryError as error:
+    print(error)
+for fd in fillers:
+    os.close(fd)
+print(int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, plane.controller_address], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "ulimit -n" in result.stdout and str(MB) in result.stdout
+    plane.close()
+
+
+def test_a_segment_that_somebody_deleted_is_a_clear_error():
+    plane = make_plane()
+    plane.put_samples(["a"], "flow", rows(1, MB))
+    for file in Path(plane.controller_address.removeprefix("shm://")).glob("segment-*"):
+        file.unlink()
+    worker = workers.connect(plane.controller_address)
+    with pytest.raises(ConnectionError, match="is gone"):
+        worker.get_samples(["a"], "flow", ["x"])
+    assert int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()) == MB
+    worker.close()
+    plane.close()
+
+
+FULL = """
+import torch
+from tensordict import TensorDict
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+plane = build_data_plane_client(load_config("shm", {"global_segment_size": "256 MiB"}))
+plane.register_partition("flow", ["x"], 100, ["train"])
+def rows(n):
+    return TensorDict({"x": torch.ones(1, n * 2**20, dtype=torch.uint8)}, batch_size=[1])
+plane.put_samples(["a"], "flow", rows(8))
+try:
+    plane.put_samples(["b"], "flow", rows(64))
+except MemoryError as error:
+    print("refused:", error)
+print(plane.list_sample_ids("flow"), int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()))
+plane.put_samples(["c"], "flow", rows(4))
+print(plane.list_sample_ids("flow"), plane.arena_status()["reserved"] < 16 * 2**20)
+plane.close()
+"""
+
+
+def test_a_full_dev_shm_is_a_clear_error_and_nothing_is_corrupted():
+    """In a mount namespace of its own, with a /dev/shm of 32 MiB."""
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a small /dev/shm of its own needs root and unshare")
+    setup = 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$0" -c "$1"'
+    probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"mount namespaces are not allowed here: {probe.stderr.decode()}")
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", setup, sys.executable, FULL],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("refused: /dev/shm is full")
+    assert lines[1] == f"['a'] {8 * MB}"
+    assert lines[2] == "['a', 'c'] True"
+
+
+def test_a_waiting_claim_is_answered_first_come_first_served():
+    plane = make_plane()
+    order, threads = [], []
+    for number in range(40):
+        before = plane.partition_status("flow")["tasks"]["train"]["waiting"]
+
+        def claim(number=number):
+            meta = plane.claim_meta("flow", "train", ["x"], 2, timeout_s=60)
+            order.append((int(meta.sample_ids[0]), number))
+
+        threads.append(threading.Thread(target=claim))
+        threads[-1].start()
+        deadline = time.monotonic() + 20
+        while plane.partition_status("flow")["tasks"]["train"]["waiting"] == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    ids = [str(number) for number in range(80)]
+    plane.put_samples(ids, "flow", rows(80, 8))
+    for thread in threads:
+        thread.join(20)
+    assert sorted(order) == [(2 * number, number) for number in range(40)]
+    plane.close()
+
+
+def test_hundreds_of_claims_wait_and_are_answered():
+    plane = make_plane()
+    got, threads = [], []
+    for _ in range(300):
+        threads.append(
+            threading.Thread(
+                target=lambda: got.extend(
+                    plane.claim_meta("flow", "train", ["x"], 1, timeout_s=120).sample_ids
+                )
+            )
+        )
+        threads[-1].start()
+    deadline = time.monotonic() + 60
+    while plane.partition_status("flow")["tasks"]["train"]["waiting"] < 300:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for start in range(0, 300, 50):
+        ids = [str(number) for number in range(start, start + 50)]
+        plane.put_samples(ids, "flow", rows(50, 8))
+    for thread in threads:
+        thread.join(60)
+    assert sorted(map(int, got)) == list(range(300))
+    plane.close()
