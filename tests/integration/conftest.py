@@ -1,4 +1,4 @@
-"""Ray, TransferQueue and Mooncake for the tests: started once per session, on loopback, in a directory of their own."""
+"""Ray, TransferQueue and Mooncake for the tests, started once per session, on loopback."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
+from rlplane.adapters.transfer_queue.plane import CONTROL, ControlActor, namespace, plane_config
 from rlplane.config import load_config
 from rlplane.interfaces import DataPlaneConfig
 
+# Ray replaces 127.0.0.1 by an address that others can reach; this one is as much loopback, and stays.
+LOOPBACK = "127.0.0.2"
 BACKENDS = {"simple": "cluster-simple", "mooncake_cpu": "cluster-mooncake"}
 
 
 def cluster_config(backend: str, **keys: Any) -> DataPlaneConfig:
     """A small plane on loopback. Unless it is told otherwise, it has a Ray namespace to itself."""
     small = {
-        "transfer_queue.node_ip": "127.0.0.1",
+        "transfer_queue.node_ip": LOOPBACK,
         "transfer_queue.namespace": f"test-{uuid.uuid4().hex[:8]}",
         "num_storage_units": 1,
         "global_segment_size": 128 << 20,
@@ -45,7 +48,7 @@ def ray_cluster() -> Iterator[str]:
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=100 << 20,
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=LOOPBACK,
         _temp_dir=directory,
     )
     yield ray.get_runtime_context().gcs_address
@@ -54,13 +57,19 @@ def ray_cluster() -> Iterator[str]:
 
 
 class ClusterFactory:
-    """Planes of one backend, for the conformance suite; one plane serves every check that can share it."""
+    """Planes of one backend, for the conformance suite.
+
+    One set of TransferQueue's actors serves all of them, and each config that a check asks for gets a control
+    actor of its own beside it: that is where capacity is decided, and it is one process instead of five.
+    """
 
     time_scale = 2.0
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self._owners: dict[frozenset[tuple[str, Any]], TQDataPlaneClient] = {}
+        self.owner = TQDataPlaneClient(cluster_config(backend, num_storage_units=2))
+        self._configs: dict[frozenset[tuple[str, Any]], DataPlaneConfig] = {frozenset(): self.owner._cfg}
+        self._controls: list[Any] = []
 
     def config(self, **keys: Any) -> DataPlaneConfig:
         """The config of the plane that has these keys, which is started when first asked for."""
@@ -68,12 +77,24 @@ class ClusterFactory:
         mine = {key: value for key, value in keys.items() if key not in ("allow_pickle", "local_buffer_size")}
         if self.backend == "simple" and "global_segment_size" in mine:
             raise NotImplementedError("backend simple has no capacity in bytes")
-        key = frozenset(mine.items())
-        if key not in self._owners:
-            units = 1 if mine else 2
-            config = cluster_config(self.backend, **{"num_storage_units": units, **mine})
-            self._owners[key] = TQDataPlaneClient(config)
-        return load_config(dict(self._owners[key]._cfg), keys)
+        if "global_segment_size" in mine:
+            mine["num_storage_units"] = 1
+        known = frozenset(mine.items())
+        if known not in self._configs:
+            config = cluster_config(self.backend, num_storage_units=2)
+            self._configs[known] = self._start_control(load_config(dict(config), mine))
+        return load_config(dict(self._configs[known]), keys)
+
+    def _start_control(self, config: DataPlaneConfig) -> DataPlaneConfig:
+        import ray
+
+        shared = self.owner._plane
+        tq = {**shared.tq, "config": plane_config(config)}
+        actor = ray.remote(ControlActor).options(name=CONTROL, namespace=namespace(config), num_cpus=0)
+        control = actor.remote(dict(config), tq, shared.controller, shared.units, shared.master)
+        ray.get(control.describe.remote())
+        self._controls.append(control)
+        return config
 
     def client(self, **keys: Any) -> TQDataPlaneClient:
         """A client that asks for a plane with these keys, and finds one."""
@@ -85,8 +106,11 @@ class ClusterFactory:
 
     def close(self) -> None:
         """End every plane."""
-        for owner in self._owners.values():
-            owner.close()
+        import ray
+
+        for control in self._controls:
+            ray.kill(control)
+        self.owner.close()
 
 
 @pytest.fixture(scope="session", params=list(BACKENDS))

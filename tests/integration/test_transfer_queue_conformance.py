@@ -25,7 +25,7 @@ def test_random_operations_agree_with_a_model(cluster):
     run_state_machine_as_test(
         data_plane_state_machine(cluster),
         settings=settings(
-            max_examples=6,
+            max_examples=8,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,

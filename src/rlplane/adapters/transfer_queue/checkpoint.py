@@ -60,7 +60,9 @@ def save_checkpoint(path: Path, storage: Storage, ask: Ask, owner: int) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def load_checkpoint(path: Path, storage: Storage, ask: Ask, owner: int) -> None:
+def load_checkpoint(
+    path: Path, storage: Storage, ask: Ask, owner: int, *, release_claims: bool = False
+) -> None:
     """Replace the plane's content. What is wrong with a checkpoint is found out before anything changes."""
     path = path.absolute()
     _check(path, len(storage.units))
@@ -73,7 +75,7 @@ def load_checkpoint(path: Path, storage: Storage, ask: Ask, owner: int) -> None:
         storage.run(storage.client.async_load_storage_checkpoint(str(path)), "TransferQueue's storage")
         controller = storage.client.async_load_controller_checkpoint(str(path / _CONTROLLER))
         storage.run(controller, "TransferQueue's controller")
-        used = ask("restore", (path / _CONTROL).read_bytes(), owner)
+        used = ask("restore", (path / _CONTROL).read_bytes(), owner, release_claims)
         _clear_leftovers(storage, used)
     finally:
         ask("thaw", owner)

@@ -340,11 +340,11 @@ class TQDataPlaneClient(DataPlaneClient):
             raise self._unsupported("save_checkpoint with backend mooncake_cpu")
         save_checkpoint(Path(path), self._stored(), self._ask, self._owner)
 
-    def load_checkpoint(self, path: str) -> None:
+    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
         self._check_open()
         if self._plane.backend != "simple":
             raise self._unsupported("load_checkpoint with backend mooncake_cpu")
-        load_checkpoint(Path(path), self._stored(), self._ask, self._owner)
+        load_checkpoint(Path(path), self._stored(), self._ask, self._owner, release_claims=release_claims)
 
     def close(self) -> None:
         if self._closed:
@@ -356,7 +356,8 @@ class TQDataPlaneClient(DataPlaneClient):
         self._closed = True
         if self._storage is not None:
             with contextlib.suppress(Exception):
-                self._storage.close()
+                # What we end ourselves must not end before our own connection to it does.
+                self._storage.close(wait=bool(self._plane.started))
         self._plane.end()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ cleared. Rows that no sample refers to any more are cleared by a thread here, th
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import deque
@@ -127,7 +128,8 @@ class Control:
         self._allocate, self._discard = allocate, discard
         self._lock = threading.RLock()
         self._owners = 0
-        self._numbers = 0
+        # Anywhere but where another plane began: numbers of two planes must not meet in one store.
+        self._numbers = secrets.randbits(40) << 20
         self._blocks = 0
         self._stored_bytes = 0
         self._reserved_samples = 0
@@ -453,6 +455,11 @@ class Control:
                 self._stored_bytes -= write.nbytes
                 self._work.notify_all()
 
+    @_locked
+    def open_writes(self) -> int:
+        """How many writes are reserved and neither committed nor given up."""
+        return len(self._open)
+
     def drain(self, timeout_s: float = 10.0) -> int:
         """Wait until everything that was freed is cleared from storage; return what is left."""
         with self._work:
@@ -499,8 +506,10 @@ class Control:
         return not self._open and not self._discarding
 
     @_locked
-    def restore(self, content: bytes, owner: int) -> dict[str, list[int]]:
+    def restore(self, content: bytes, owner: int, release_claims: bool = False) -> dict[str, list[int]]:
         """Replace everything by a frozen state, whose bytes are in storage already.
+
+        With ``release_claims``, what was claimed and not finished is handed out again.
 
         Returns:
             For each partition, the rows of TransferQueue that the state refers to.
@@ -514,7 +523,7 @@ class Control:
         writes = {saved.number: saved.thaw() for saved in frozen.writes}
         blocks = {old: self._blocks + place for place, old in enumerate(frozen.blocks, start=1)}
         sizes = {old: writes[number].layouts[name].nbytes for old, (number, name) in frozen.blocks.items()}
-        state = restore_state(frozen.state, blocks, sizes, None)
+        state = restore_state(frozen.state, blocks, sizes, None, release_claims=release_claims)
         if self._capacity is not None and state.live > self._capacity:
             raise CheckpointError(
                 f"the checkpoint has {state.live} samples, more than storage_capacity {self._capacity}"

@@ -31,6 +31,8 @@ from rlplane.errors import MissingExtraError, PlaneConnectionError
 __all__ = ["MooncakeMaster", "MooncakeUnit", "quiet_stderr", "store_config"]
 
 _START_S = 30.0
+# Mooncake refuses smaller segments.
+_SEGMENT_STEP = 16 << 20
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -122,6 +124,7 @@ def store_config(
     master: str, transport: dict[str, Any], segment_bytes: int, buffer_bytes: int
 ) -> dict[str, Any]:
     """TransferQueue's configuration of a Mooncake client that lends ``segment_bytes`` of memory."""
+    segment_bytes = -(-segment_bytes // _SEGMENT_STEP) * _SEGMENT_STEP
     return {
         "auto_init": False,
         # Peers find each other through the master, so there is no second server with a second port.

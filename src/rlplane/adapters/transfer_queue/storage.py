@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,13 +113,14 @@ class Storage(ABC):
 
     def allocate(self, partition_id: str, count: int) -> list[int]:
         """Get ``count`` rows from TransferQueue's controller."""
-        request = self.client.async_get_meta(
-            data_fields=[], batch_size=count, partition_id=partition_id, mode="insert"
-        )
+        # By key, because rows that were inserted without one cannot be cleared before they are produced.
+        call = uuid.uuid4().hex
+        keys = [f"rlplane-{call}-{number}" for number in range(count)]
+        request = self.client.async_kv_retrieve_meta(keys=keys, partition_id=partition_id, create=True)
         return list(self.run(request, "TransferQueue's controller").global_indexes)
 
-    def close(self) -> None:
-        """Close this process's client of TransferQueue."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close this process's client of TransferQueue; ``wait`` for what ends by itself a little later."""
         self.client.close()
 
     def run(self, coroutine: Any, what: str, nbytes: int = 0) -> Any:
@@ -132,7 +134,8 @@ class Storage(ABC):
                 return future.result(timeout=max(0.0, min(0.5, left)))
             except TimeoutError:
                 if future.done():
-                    raise
+                    # It came in the moment between, or the timeout is its own.
+                    return future.result()
                 try:
                     self.check_alive(max(0.5, min(left, self.ack_timeout_s)))
                     if left <= 0:
@@ -317,10 +320,14 @@ class MooncakeStorage(Storage):
     def unit_of(self, index: int) -> int | None:
         return None
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         self._threads.shutdown(wait=False)
         super().close()
-        self._mooncake.close()
+        # It joins a thread that looks up once a second; nobody else has to wait for that.
+        closing = threading.Thread(target=self._mooncake.close, name="rlplane-mooncake-close")
+        closing.start()
+        if wait:
+            closing.join()
 
     def _announce(self, write: Write, columns: Mapping[str, Column]) -> None:
         """Keep TransferQueue's production status true, as its own put does."""
