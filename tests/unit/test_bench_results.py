@@ -2,6 +2,7 @@
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -176,3 +177,14 @@ def test_the_picture_is_xml_with_a_bar_for_every_time() -> None:
 )
 def test_a_time_is_shown_in_the_unit_that_fits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_the_snippets_of_the_documentation_run() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    snippets = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    assert snippets
+    for snippet in snippets:
+        names: dict[str, Any] = {}
+        exec(compile(snippet, "docs/bench.md", "exec"), names)
+        saved = result(series("rlplane", "put", 0.5, 0.5, 0.5))
+        assert names["put_seconds"](msgspec.json.encode(saved)) == 0.5
