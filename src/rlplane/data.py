@@ -6,11 +6,12 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
+from rlplane.codec import PadValue, materialize
 from rlplane.errors import InvalidRequestError
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
@@ -34,7 +35,8 @@ class StreamingDataset(IterableDataset[Any]):
     Where a reader's process dies in the middle, what it had claimed and neither cleared nor written to is
     handed out again, as always.
 
-    It yields batches, so the ``DataLoader`` must not make batches of its own::
+    It yields batches, as dicts of tensors (and lists of objects), so the ``DataLoader`` must not make batches
+    of its own::
 
         dataset = StreamingDataset(client, "rollouts", "train", ["input_ids", "advantages"], batch_size=64)
         for batch in DataLoader(dataset, batch_size=None, num_workers=2):
@@ -53,7 +55,8 @@ class StreamingDataset(IterableDataset[Any]):
             iteration is left early, they are not handed out again. 0 reads when asked.
         clear: Clear the samples of a batch once they have been read.
         with_meta: Yield ``(meta, batch)``, for a reader that writes to its samples or clears them itself.
-        transform: Called on each batch where it is read, such as :func:`rlplane.materialize`.
+        layout: How ragged columns come, and
+        pad_value_dict: what they are padded with; see :func:`rlplane.materialize`.
 
     Raises:
         ValueError: ``fields`` is empty, ``batch_size`` is below 1 or ``prefetch`` below 0. The iteration
@@ -73,7 +76,8 @@ class StreamingDataset(IterableDataset[Any]):
         prefetch: int = 2,
         clear: bool = False,
         with_meta: bool = False,
-        transform: Callable[[Any], Any] | None = None,
+        layout: Literal["padded", "jagged"] = "padded",
+        pad_value_dict: Mapping[str, PadValue] | None = None,
     ) -> None:
         if not fields:
             raise InvalidRequestError("fields is empty; name at least one to read")
@@ -84,7 +88,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.partition_id, self.task_name = partition_id, task_name
         self.fields, self.batch_size = list(fields), batch_size
         self.dp_rank, self.where, self.prefetch = dp_rank, where, prefetch
-        self.clear, self.with_meta, self.transform = clear, with_meta, transform
+        self.clear, self.with_meta = clear, with_meta
+        self.layout, self.pad_value_dict = layout, pad_value_dict
         self._source = client
         self._home = os.getpid()
 
@@ -124,12 +129,11 @@ class StreamingDataset(IterableDataset[Any]):
                     return
             if meta is None:
                 continue
-            data: Any = client.get_data(meta, self.fields)
+            # A dict of tensors: what a DataLoader hands on from its workers as it is.
+            batch = materialize(client.get_data(meta, self.fields), self.layout, self.pad_value_dict)
             if self.clear:
                 client.clear_samples(meta.sample_ids, self.partition_id)
-            if self.transform is not None:
-                data = self.transform(data)
-            yield (meta, data) if self.with_meta else data
+            yield (meta, batch) if self.with_meta else batch
 
     def _claim(self, client: DataPlaneClient, blocking: bool = True) -> KVBatchMeta | None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from rlplane import DataPlaneClient, build_data_plane_client, load_config, materialize, pack_jagged_fields
+from rlplane import DataPlaneClient, build_data_plane_client, load_config, pack_jagged_fields
 from rlplane.data import StreamingDataset
 
 
@@ -163,8 +162,7 @@ def test_loader_workers_share_the_samples_out(shared: DataPlaneClient, start: st
     rows = [torch.full((1 + n % 5,), n) for n in range(24)]
     columns = pack_jagged_fields({"x": rows}, [len(row) for row in rows], per_token=["x"])
     shared.put_samples([f"s{n}" for n in range(24)], "p", columns)
-    transform = partial(materialize, layout=layout)
-    dataset = StreamingDataset(shared, "p", "train", ["x"], 4, transform=transform)
+    dataset = StreamingDataset(shared, "p", "train", ["x"], 4, layout=layout)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=start)
     assert sorted(row[0].item() for batch in loader for row in batch["x"].unbind()) == list(range(24))
     assert shared.check_consumption_status("p", ["train"])
