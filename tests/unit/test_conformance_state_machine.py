@@ -15,7 +15,7 @@ from rlplane.testing import data_plane_state_machine
 sys.path.insert(0, str(Path(__file__).parent))
 from reference_adapter import ReferencePlanes
 
-TestReferencePlane = data_plane_state_machine(ReferencePlanes(time_scale=0.2)).TestCase
+TestReferencePlane = data_plane_state_machine(ReferencePlanes()).TestCase
 TestReferencePlane.settings = settings(TestReferencePlane.settings, max_examples=60, stateful_step_count=40)
 
 

@@ -7,7 +7,7 @@ the author of an adapter how to use both.
     promises.py       what a promise and a check are, and how one is run
     plane.py          the plane under test, as the checks see it
     expectations.py   what the checks expect, in words
-    checks/           the checks, one file per subject
+    suite/            the checks, one file per subject
     model.py          a partition as a dictionary, and
     random_operations.py  the operations that are compared with it, as a hypothesis
     state_machine.py  state machine

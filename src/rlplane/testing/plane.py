@@ -161,11 +161,12 @@ class Partition:
         self.client = client
         self.name = name
         self.written: set[str] = set()
+        self._claims: list[Pending[KVBatchMeta]] = []
 
     def on(self, client: DataPlaneClient) -> Partition:
         """The same partition, seen through another client."""
         other = Partition(self.plane, client, self.name)
-        other.written = self.written
+        other.written, other._claims = self.written, self._claims
         return other
 
     def register(
@@ -237,7 +238,9 @@ class Partition:
 
     def claim_in_thread(self, batch_size: int, **how: Any) -> Pending[KVBatchMeta]:
         """A blocking claim in a thread of its own."""
-        return self.plane.start(lambda: self.claim(batch_size, **how))
+        claim = self.plane.start(lambda: self.claim(batch_size, **how))
+        self._claims.append(claim)
+        return claim
 
     def wait_until_claims_wait(self, count: int, task: str = "train") -> bool:
         """Wait until ``count`` claims of the task wait; False when the adapter cannot tell."""
@@ -251,6 +254,8 @@ class Partition:
                 return False
             if waiting >= count:
                 return True
+            for claim in self._claims:
+                claim.raise_refusal()
             if time.monotonic() > end:
                 raise BrokenPromise(f"partition_status counts {waiting} waiting claims, and {count} wait")
             time.sleep(0.002)
@@ -288,6 +293,11 @@ class Pending(Generic[T]):
             self._result.append(call())
         except BaseException as exc:
             self._error = exc
+
+    def raise_refusal(self) -> None:
+        """Raise what the call raised, if the adapter refused it as a limitation."""
+        if isinstance(self._error, NotImplementedError):
+            raise self._error
 
     def is_done_within(self, seconds: float) -> bool:
         """Whether the call ends in that time."""

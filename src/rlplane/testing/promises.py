@@ -70,7 +70,7 @@ class Check:
     name: str
     quotes: tuple[str, ...]
     body: CheckBody = field(repr=False)
-    feature: str | None = None
+    features: frozenset[str] = frozenset()
     method: str | None = None
 
     @property
@@ -95,13 +95,13 @@ _registry: dict[str, Check] = {}
 
 
 def promise(
-    *quotes: str, feature: str | None = None, method: str | None = None
+    *quotes: str, feature: str | tuple[str, ...] = (), method: str | None = None
 ) -> Callable[[CheckBody], CheckBody]:
     """Make a check of a function: ``@promise("a sentence of the contract", …)``.
 
     Args:
         quotes: What is promised, in the words of ``docs/contract.md`` or of ``DataPlaneClient``.
-        feature: A name under which an adapter may declare a family of checks as a limitation.
+        feature: A name, or names, under which an adapter may declare a family of checks as a limitation.
         method: The optional method that the check is about.
     """
 
@@ -109,7 +109,10 @@ def promise(
         name = body.__name__
         if name in _registry:
             raise ValueError(f"two checks are called {name!r}")
-        _registry[name] = Check(name, quotes, body, feature or method, method)
+        features = {feature} if isinstance(feature, str) else set(feature)
+        if method is not None:
+            features.add(method)
+        _registry[name] = Check(name, quotes, body, frozenset(features), method)
         return body
 
     return register
@@ -118,7 +121,7 @@ def promise(
 def checks() -> tuple[Check, ...]:
     """Every check, in the order of the contract."""
     for module in _CHECK_MODULES:
-        importlib.import_module(f"rlplane.testing.checks.{module}")
+        importlib.import_module(f"rlplane.testing.suite.{module}")
     return tuple(_registry.values())
 
 
@@ -159,7 +162,7 @@ def run_check(check: Check, factory: Any, *, limitations: Iterable[str] = ()) ->
     with Plane(factory) as plane:
         adapter = type(plane.client).__name__
         declared = check_limitations(limitations) | check_limitations(plane.limitations)
-        is_limitation = check.name in declared or check.feature in declared
+        is_limitation = check.name in declared or not declared.isdisjoint(check.features)
         try:
             if check.method is not None and not is_limitation and not plane.has(check.method):
                 return Outcome(check, "not applicable", f"{adapter} does not have {check.method}")
@@ -187,7 +190,7 @@ def run_check(check: Check, factory: Any, *, limitations: Iterable[str] = ()) ->
 
 def check_limitations(names: Iterable[str]) -> frozenset[str]:
     """``names`` as a set, when each is the name of a check or of a feature; else ``ValueError``."""
-    known = {check.name for check in checks()} | {check.feature for check in checks() if check.feature}
+    known = {check.name for check in checks()}.union(*(check.features for check in checks()))
     declared = frozenset(names)
     for name in sorted(declared - known):
         near = difflib.get_close_matches(name, known, n=1)

@@ -24,13 +24,14 @@ from rlplane.testing.expectations import (
 )
 from rlplane.testing.model import ModelPartition
 from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.promises import BrokenPromise
 
 __all__ = ["DataPlaneMachine"]
 
 FIELDS = ("scalar", "tokens", "payload")
 TASKS = ("train", "eval", "extra")
 GROUP_SIZE = 2
-IDS = {"plain": [f"s{i}" for i in range(10)], "grouped": [f"p{i}_g{j}" for i in range(4) for j in range(2)]}
+IDS = {"plain": [f"s{i}" for i in range(7)], "grouped": [f"p{i}_g{j}" for i in range(3) for j in range(2)]}
 
 
 class Row(NamedTuple):
@@ -41,7 +42,14 @@ class Row(NamedTuple):
 
 
 flows = st.sampled_from(["plain", "grouped"])
-some_fields = st.lists(st.sampled_from(FIELDS), unique=True, max_size=3)
+field_names = st.lists(st.sampled_from(FIELDS), unique=True, min_size=1, max_size=3)
+no_fields: st.SearchStrategy[list[str]] = st.just([])
+written_fields = st.one_of(
+    st.just(["scalar"]), st.just(["tokens"]), st.just(list(FIELDS)), field_names, no_fields
+)
+task_lists = st.one_of(
+    st.just(list(TASKS[:2])), st.lists(st.sampled_from(TASKS), unique=True, min_size=1, max_size=3)
+)
 tag_dicts = st.fixed_dictionaries(
     {},
     optional={
@@ -50,13 +58,13 @@ tag_dicts = st.fixed_dictionaries(
         "input_lengths": st.integers(0, 9),
     },
 )
-conditions = st.fixed_dictionaries(
+some_conditions = st.fixed_dictionaries(
     {},
     optional={
         "v": st.one_of(
             st.integers(0, 3),
             st.dictionaries(
-                st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), st.integers(0, 3), max_size=2
+                st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), st.integers(0, 3), min_size=1, max_size=2
             ),
             st.fixed_dictionaries({"in": st.lists(st.integers(0, 3), max_size=3)}),
             st.fixed_dictionaries({"not in": st.lists(st.integers(0, 3), max_size=3)}),
@@ -64,6 +72,8 @@ conditions = st.fixed_dictionaries(
         "w": st.one_of(st.sampled_from(["x", "y", 1]), st.fixed_dictionaries({"<": st.just("y")})),
     },
 )
+no_condition: st.SearchStrategy[dict[str, Any]] = st.just({})
+conditions = st.one_of(no_condition, no_condition, some_conditions)
 payloads = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=3), st.binary(max_size=3)),
     lambda inner: st.one_of(
@@ -71,6 +81,11 @@ payloads = st.recursive(
     ),
     max_leaves=4,
 )
+
+
+def some_ids(flow: str) -> st.SearchStrategy[list[str]]:
+    """Ids of one call."""
+    return st.lists(st.sampled_from(IDS[flow]), unique=True, min_size=1, max_size=6)
 
 
 class DataPlaneMachine(RuleBasedStateMachine):
@@ -99,88 +114,64 @@ class DataPlaneMachine(RuleBasedStateMachine):
         finally:
             self.plane.close()
 
-    @initialize(announced=st.integers(0, 12))
-    def register(self, announced: int) -> None:
-        """Both partitions, with their first two tasks."""
+    @initialize(announced=st.integers(0, 6), first=st.integers(0, 6), data=st.data())
+    def register(self, announced: int, first: int, data: st.DataObject) -> None:
+        """Both partitions, with their first two tasks and something to begin with."""
         for flow in IDS:
-            if flow == "grouped" and "groups" in self.limitations:
-                continue
-            size = GROUP_SIZE if flow == "grouped" else None
+            has_groups = flow == "grouped" and "groups" not in self.limitations
+            size = GROUP_SIZE if has_groups else None
             self.models[flow] = ModelPartition(size, announced, list(TASKS[:2]))
             self.parts[flow] = self.plane.partition(FIELDS, announced, TASKS[:2], group_size=size)
+            self._write(flow, IDS[flow][:first], ["scalar"], True, data)
 
-    @rule(
-        flow=flows,
-        announced=st.integers(0, 12),
-        tasks=st.lists(st.sampled_from(TASKS), unique=True, min_size=1),
-    )
+    @rule(flow=flows, announced=st.integers(0, 4), tasks=task_lists)
     def register_again(self, flow: str, announced: int, tasks: list[str]) -> None:
         """Another number of samples, other tasks."""
-        if flow in self.parts:
-            size = self.models[flow].group_size
-            self.parts[flow].register(FIELDS, announced, tasks, group_size=size)
-            self.models[flow].register(announced, list(tasks))
+        size = self.models[flow].group_size
+        self.parts[flow].register(FIELDS, announced, tasks, group_size=size)
+        self.models[flow].register(announced, list(tasks))
 
-    @rule(flow=flows, names=some_fields, with_tags=st.booleans(), data=st.data())
+    @rule(flow=flows, names=written_fields, with_tags=st.booleans(), data=st.data())
     def put(self, flow: str, names: list[str], with_tags: bool, data: st.DataObject) -> None:
-        """Write new samples, and write old ones again."""
-        if flow not in self.parts:
-            return
-        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, max_size=6), "ids")
-        names = [name for name in names if name != "payload" or "objects" not in self.limitations]
-        rows = {name: data.draw(_rows(name, len(ids)), name) for name in names} if ids else {}
-        tags = (
-            data.draw(st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags")
-            if with_tags
-            else None
-        )
-        receipt = self.parts[flow].put(ids, _batch(rows, len(ids)) if rows else None, tags)
-        self.models[flow].put(ids, rows, tags or [{} for _ in ids])
-        took("the receipt of a write", receipt, ids)
-        if rows:
-            equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
-            self.receipts.append((flow, receipt))
+        """Write new samples, and write old ones again; without a name, tags alone."""
+        ids = data.draw(some_ids(flow), "ids")
+        self._write(flow, ids, names, with_tags or not names, data)
+
+    @rule(flow=flows, with_tags=st.booleans(), data=st.data())
+    def put_the_rest(self, flow: str, with_tags: bool, data: st.DataObject) -> None:
+        """Write exactly what is still expected, so that there is a tail."""
+        model = self.models[flow]
+        unused = [i for i in IDS[flow] if i not in model.samples]
+        ids = unused[: max(0, model.num_samples - model.written)]
+        self._write(flow, ids, ["scalar"], with_tags, data)
 
     @rule(
-        flow=flows, data=st.data(), fault=st.sampled_from(["an id twice", "a row too many", "a tag too many"])
+        flow=flows, fault=st.sampled_from(["an id twice", "a row too many", "a tag too many"]), data=st.data()
     )
     def put_what_is_refused(self, flow: str, fault: str, data: st.DataObject) -> None:
         """A bad write; that it wrote nothing shows in everything that follows."""
-        if flow not in self.parts:
-            return
-        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, min_size=1, max_size=4), "ids")
-        tags: list[dict[str, Any]] = [{"v": 99} for _ in ids]
-        columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
+        ids = data.draw(some_ids(flow), "ids")
         if fault == "an id twice":
             ids = [*ids, ids[0]]
-            tags.append({"v": 99})
-            columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
-        elif fault == "a row too many":
-            columns = TensorDict({"scalar": torch.full((len(ids) + 1,), -1)}, [len(ids) + 1])
-        else:
-            tags.append({"v": 99})
+        rows = len(ids) + (fault == "a row too many")
+        columns = TensorDict({"scalar": torch.full((rows,), -1)}, [rows])
+        tags: list[dict[str, Any]] = [{"v": 99} for _ in range(len(ids) + (fault == "a tag too many"))]
         refuses(ValueError, f"a write with {fault}", self.parts[flow].put, ids, columns, tags)
 
-    @rule(flow=flows, required=some_fields, size=st.integers(1, 6), where=conditions, data=st.data())
-    def claim_what_is_ready(
-        self, flow: str, required: list[str], size: int, where: dict[str, Any], data: st.DataObject
-    ) -> None:
+    @rule(where=conditions, data=st.data())
+    def claim_what_is_ready(self, where: dict[str, Any], data: st.DataObject) -> None:
         """A claim that does not wait."""
-        if flow not in self.parts:
-            return
-        task, size, where = self._claim_arguments(flow, size, where, data)
+        flow, task, required, size = self._draw_claim(data)
+        where = {} if "where" in self.limitations else where
         wanted = self.models[flow].ready(task, required, where)[:size]
         meta = self.parts[flow].claim_ready(size, task=task, required=required, where=where or None)
         self._claimed(flow, task, required, meta, wanted)
 
-    @rule(flow=flows, required=some_fields, size=st.integers(1, 6), where=conditions, data=st.data())
-    def claim_a_batch_or_the_tail(
-        self, flow: str, required: list[str], size: int, where: dict[str, Any], data: st.DataObject
-    ) -> None:
+    @rule(where=conditions, data=st.data())
+    def claim_a_batch_or_the_tail(self, where: dict[str, Any], data: st.DataObject) -> None:
         """A claim that waits; the model knows whether it would wait in vain."""
-        if flow not in self.parts:
-            return
-        task, size, where = self._claim_arguments(flow, size, where, data)
+        flow, task, required, size = self._draw_claim(data)
+        where = {} if "where" in self.limitations else where
         part, model = self.parts[flow], self.models[flow]
         wanted = model.full_batch_or_tail(task, required, size, where)
         how: dict[str, Any] = {"task": task, "required": required, "where": where or None}
@@ -188,14 +179,16 @@ class DataPlaneMachine(RuleBasedStateMachine):
             vain = self.plane.short / 10
             error = refuses(ClaimTimeoutError, f"a claim of {size}", part.claim, size, timeout_s=vain, **how)
             equal("the number that was ready", error.ready, len(model.ready(task, required, where)))
-        else:
-            self._claimed(flow, task, required, part.claim(size, **how), wanted)
+            return
+        try:
+            meta = part.claim(size, **how)
+        except ClaimTimeoutError as exc:
+            raise BrokenPromise(f"a claim of {size} timed out, and it should have {wanted}: {exc}") from exc
+        self._claimed(flow, task, required, meta, wanted)
 
-    @rule(flow=flows, names=st.lists(st.sampled_from(FIELDS), unique=True, min_size=1), data=st.data())
+    @rule(flow=flows, names=field_names, data=st.data())
     def get_samples(self, flow: str, names: list[str], data: st.DataObject) -> None:
         """A read in any order, with repeats, perhaps of what is not there."""
-        if flow not in self.parts:
-            return
         live = [i for i, s in self.models[flow].samples.items() if all(name in s.rows for name in names)]
         anything = st.sampled_from(IDS[flow])
         ids = data.draw(st.lists(st.sampled_from(live) if live else anything, max_size=8), "ids")
@@ -211,34 +204,25 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if meta.fields:
             self._read(flow, meta.sample_ids, meta.fields, meta)
 
+    @precondition(lambda self: self.receipts)
+    @rule(data=st.data())
+    def clear_a_batch(self, data: st.DataObject) -> None:
+        """Drop what was written or claimed together, as the last stage does."""
+        index = data.draw(st.integers(0, len(self.receipts) - 1), "receipt")
+        flow, meta = self.receipts.pop(index)
+        self._drop(flow, meta.sample_ids)
+
     @rule(flow=flows, data=st.data())
     def clear(self, flow: str, data: st.DataObject) -> None:
-        """Drop some samples; of a group all, since the contract does not say what half a group becomes."""
-        if flow not in self.parts:
-            return
-        ids = data.draw(st.lists(st.sampled_from(IDS[flow]), unique=True, max_size=4), "ids")
-        if flow == "grouped":
-            gone = {i.rpartition("_g")[0] for i in ids}
-            ids = [i for i in IDS[flow] if i.rpartition("_g")[0] in gone]
-        self.parts[flow].clear(ids)
-        self.models[flow].clear(ids)
-
-    @rule(flow=flows)
-    def clear_everything(self, flow: str) -> None:
-        """This client wrote all there is, so None drops it, or warns that there is nothing."""
-        if flow not in self.parts:
-            return
-        with records_warnings() as messages:
-            self.parts[flow].clear(None)
-        live = len(self.models[flow].samples)
-        expect(bool(messages) != bool(live), f"a clear of {live} samples gave the warnings {messages}")
-        self.models[flow].clear(list(self.models[flow].samples))
+        """Drop some samples, perhaps some that are not there; now and then, everything."""
+        if data.draw(st.integers(0, 4), "everything if 4") == 4:
+            self._drop_everything(flow)
+        else:
+            self._drop(flow, data.draw(some_ids(flow), "ids"))
 
     @rule(flow=flows, data=st.data())
     def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
         """Whether tasks are done, and which samples are live."""
-        if flow not in self.parts:
-            return
         part, model = self.parts[flow], self.models[flow]
         tasks = data.draw(st.lists(st.sampled_from(model.tasks), unique=True, min_size=1), "tasks")
         equal(f"whether {tasks} are done", part.is_consumed(*tasks), model.is_consumed(tasks))
@@ -248,12 +232,54 @@ class DataPlaneMachine(RuleBasedStateMachine):
             return
         equal("the live samples", listed, list(model.samples))
 
-    def _claim_arguments(
-        self, flow: str, size: int, where: dict[str, Any], data: st.DataObject
-    ) -> tuple[str, int, dict[str, Any]]:
-        task = data.draw(st.sampled_from(self.models[flow].tasks), "task")
-        size *= self.models[flow].group_size or 1
-        return task, size, {} if "where" in self.limitations else where
+    def _write(
+        self, flow: str, ids: list[str], names: list[str], with_tags: bool, data: st.DataObject
+    ) -> None:
+        names = [name for name in names if name != "payload" or "objects" not in self.limitations]
+        rows = {name: data.draw(_rows(name, len(ids)), name) for name in names} if ids else {}
+        tags: list[dict[str, Any]] | None = None
+        if with_tags:
+            tags = data.draw(st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags")
+        receipt = self.parts[flow].put(ids, _batch(rows, len(ids)) if rows else None, tags)
+        self.models[flow].put(ids, rows, tags or [{} for _ in ids])
+        took("the receipt of a write", receipt, ids)
+        if rows:
+            equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
+            self.receipts.append((flow, receipt))
+
+    def _drop_everything(self, flow: str) -> None:
+        # This client wrote all there is, so None drops it, or warns that there is nothing.
+        with records_warnings() as messages:
+            self.parts[flow].clear(None)
+        live = len(self.models[flow].samples)
+        expect(bool(messages) != bool(live), f"a clear of {live} samples gave the warnings {messages}")
+        self.models[flow].clear(list(self.models[flow].samples))
+
+    def _drop(self, flow: str, ids: Sequence[str]) -> None:
+        if self.models[flow].group_size:
+            # Whole groups, since the contract does not say what becomes of half a group that was claimed.
+            gone = {i.rpartition("_g")[0] for i in ids}
+            ids = [i for i in IDS[flow] if i.rpartition("_g")[0] in gone]
+        self.parts[flow].clear(ids)
+        self.models[flow].clear(ids)
+
+    def _draw_claim(self, data: st.DataObject) -> tuple[str, str, list[str], int]:
+        """Mostly a claim that finds something: at random, hardly any would."""
+        promising = [
+            (flow, task, list(required))
+            for flow, model in self.models.items()
+            for task in model.tasks
+            for required in ((), ("scalar",), ("tokens",), ("scalar", "tokens"), FIELDS)
+            if model.ready(task, required, {})
+        ]
+        if promising and data.draw(st.integers(0, 3), "something is ready unless 3") < 3:
+            flow, task, required = data.draw(st.sampled_from(promising), "claim")
+        else:
+            flow = data.draw(flows, "flow")
+            task = data.draw(st.sampled_from(self.models[flow].tasks), "task")
+            required = data.draw(st.lists(st.sampled_from(FIELDS), unique=True), "required")
+        size = data.draw(st.one_of(st.just(8), st.integers(1, 3)), "size")
+        return flow, task, required, size * (self.models[flow].group_size or 1)
 
     def _claimed(
         self, flow: str, task: str, required: list[str], meta: KVBatchMeta, wanted: list[str]

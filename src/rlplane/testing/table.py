@@ -70,8 +70,8 @@ def quotes_from_nowhere(contract: str) -> list[str]:
 
 
 def _cell(check: Check) -> str:
-    feature = f" ({check.feature})" if check.feature else ""
-    return f"`{check.name}`{feature}"
+    features = f" ({', '.join(sorted(check.features))})" if check.features else ""
+    return f"`{check.name}`{features}"
 
 
 def _docstrings() -> str:

@@ -122,7 +122,7 @@ def a_batch_that_would_split_a_group_is_refused(plane: Plane) -> None:
     took("a claim afterwards", part.claim_ready(2), ["a_g0", "a_g1"])
 
 
-@promise("With groups, every member must match.")
+@promise("With groups, every member must match.", feature=("groups", "where"))
 def every_member_of_a_group_must_match(plane: Plane) -> None:
     part = plane.partition(group_size=2)
     ids = ["a_g0", "a_g1", "b_g0", "b_g1"]
