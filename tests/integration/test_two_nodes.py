@@ -1,0 +1,206 @@
+"""Two hosts, made of network namespaces with a cable between them: one produces, the other consumes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+NET = f"10.231.{os.getpid() % 250}"
+HEAD, WORKER = f"{NET}.1", f"{NET}.2"
+# No token: the two hosts have no way out, and nobody has a way in.
+ENVIRONMENT = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+class Host:
+    """A network namespace, and the processes in it."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = f"rlp{os.getpid()}{name}", address
+        self.cable = f"rlp{os.getpid()}{name}"
+        run("ip", "netns", "add", self.name)
+
+    def plug_in(self) -> None:
+        run("ip", "link", "set", self.cable, "netns", self.name)
+        self.ip("addr", "add", f"{self.address}/24", "dev", self.cable)
+        self.ip("link", "set", self.cable, "up")
+        self.ip("link", "set", "lo", "up")
+
+    def ip(self, *command: str) -> None:
+        run("ip", "-n", self.name, *command)
+
+    def command(self, *command: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *command]
+
+    def received(self) -> int:
+        """Bytes that came over the cable."""
+        file = f"/sys/class/net/{self.cable}/statistics/rx_bytes"
+        return int(run(*self.command("cat", file)))
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in run("ip", "netns", "pids", self.name).split()]
+
+    def remove(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + 10
+            while (pids := self.pids()) and time.monotonic() < deadline:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                time.sleep(0.1)
+        run("ip", "netns", "del", self.name)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other and nobody else: a Ray head on the first, a worker on the second."""
+    made: list[Host] = []
+    directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        try:
+            for name, address in (("a", HEAD), ("b", WORKER)):
+                made.append(Host(name, address))
+                cleanup.callback(made[-1].remove)
+            run("ip", "link", "add", made[0].cable, "type", "veth", "peer", "name", made[1].cable)
+            for host in made:
+                host.plug_in()
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        common = ["--num-cpus=4", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        head = ["start", "--head", f"--node-ip-address={HEAD}", "--port=6379", f"--temp-dir={directory}"]
+        commands = [
+            made[0].command(*RAY, *head, "--include-dashboard=false", *common),
+            made[1].command(*RAY, "start", f"--address={HEAD}:6379", f"--node-ip-address={WORKER}", *common),
+        ]
+        for number, command in enumerate(commands):
+            log = cleanup.enter_context(Path(directory, f"start-{number}.log").open("w"))
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT)
+            cleanup.callback(process.wait)
+            cleanup.callback(process.terminate)
+            wait_for_nodes(made[0], number + 1)
+        yield made[0], made[1]
+
+
+COUNT_NODES = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def wait_for_nodes(head: Host, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        command = head.command(sys.executable, "-c", COUNT_NODES, f"{HEAD}:6379")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+        if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
+            return
+        assert time.monotonic() < deadline, f"Ray did not come up: {done.stderr[-2000:]}"
+        time.sleep(0.5)
+
+
+MOVE_A_BATCH = """
+import json, sys
+import ray, torch
+from tensordict import NonTensorStack, TensorDict
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+
+address, backend, consumer_ip, producer_ip = sys.argv[1:]
+keys = {
+    "transfer_queue.ray_address": address,
+    "transfer_queue.namespace": backend,
+    "num_storage_units": 2,
+    "global_segment_size": 64 << 20,
+    "local_buffer_size": 4 << 20,
+}
+client = build_data_plane_client(load_config(backend, keys))
+
+def host(ip):
+    return {"num_cpus": 0, "resources": {f"node:{ip}": 0.001}}
+
+class Worker:
+    def __init__(self, client):
+        self.client = client
+
+    def produce(self):
+        rows = [torch.arange(1000 + n, dtype=torch.float32) + n for n in range(256)]
+        fields = TensorDict(
+            {
+                "ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+                "dense": torch.arange(256 * 1024, dtype=torch.int64).reshape(256, 1024),
+                "reward": torch.arange(256.0),
+                "info": NonTensorStack(*[{"n": n} for n in range(256)]),
+            },
+            batch_size=[256],
+        )
+        names = [f"s{n}" for n in range(256)]
+        self.client.put_samples(names, "p", fields, [{"input_lengths": 1000 + n} for n in range(256)])
+        return ray.util.get_node_ip_address()
+
+    def consume(self):
+        got = {}
+        for _ in range(2):
+            meta = self.client.claim_meta("p", "train", ["ids", "dense", "reward", "info"], 128, timeout_s=60)
+            data = self.client.get_data(meta)
+            for place, name in enumerate(meta.sample_ids):
+                n = int(name[1:])
+                assert torch.equal(data["ids"][place], torch.arange(1000 + n, dtype=torch.float32) + n)
+                assert torch.equal(data["dense"][place], torch.arange(1024) + 1024 * n)
+                assert data["reward"][place] == n and data["info"][place] == {"n": n}
+                assert meta.sequence_lengths[place] == 1000 + n
+                got[name] = True
+            self.client.clear_samples(meta.sample_ids, "p")
+        from rlplane.adapters.transfer_queue import _get_local_node_ip
+        return len(got), ray.util.get_node_ip_address(), _get_local_node_ip()
+
+client.register_partition("p", ["ids", "dense", "reward", "info"], 256, ["train"])
+producer = ray.remote(Worker).options(**host(producer_ip)).remote(client)
+consumer = ray.remote(Worker).options(**host(consumer_ip)).remote(client)
+consumed = consumer.consume.remote()
+produced = ray.get(producer.produce.remote())
+count, where, found = ray.get(consumed)
+left = client.list_sample_ids("p")
+client.close()
+print(json.dumps({"produced": produced, "count": count, "consumed": where, "found": found, "left": left}))
+"""
+
+
+@pytest.mark.parametrize("backend", ["cluster-simple", "cluster-mooncake"])
+def test_a_batch_that_one_host_writes_is_read_on_another(hosts, backend):
+    head, worker = hosts
+    before = worker.received()
+    command = head.command(sys.executable, "-c", MOVE_A_BATCH, f"{HEAD}:6379", backend, WORKER, HEAD)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == {
+        "produced": HEAD,
+        "count": 256,
+        "consumed": WORKER,
+        # The host's name resolves to loopback and there is no route out: this is the cable's own address.
+        "found": WORKER,
+        "left": [],
+    }
+    assert worker.received() - before > 3_000_000, "the batch did not travel over the cable"
