@@ -42,7 +42,7 @@ def decode_object(data: bytes | memoryview, *, allow_pickle: bool = False) -> An
 
 
 def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) -> list[dict[str, Any]]:
-    """Check ``tags`` and return copies in their sealed form, which shares nothing with the caller.
+    """Check ``tags`` and return them in their sealed form. What needs no sealing is not copied.
 
     Arrays (and pickled objects) stay sealed, as msgpack extensions, so that a controller can keep
     and compare tags without ever unpickling anything. :func:`open_tags` is the inverse.
@@ -53,11 +53,12 @@ def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) ->
     if set(map(type, chain.from_iterable(tags))) - {str}:
         bad = next(key for key in chain.from_iterable(tags) if type(key) is not str)
         raise InvalidRequestError(f"a tag's name is a string, not {bad!r}")
-    types = set(map(type, chain.from_iterable(map(dict.values, tags))))
+    values = list(chain.from_iterable(map(dict.values, tags)))
+    types = set(map(type, values))
     if types <= _ATOMS:
         if int in types:
-            _refuse_huge_ints(tags)
-        return [dict(tag) for tag in tags]
+            _refuse_huge_ints(tags, [value for value in values if type(value) is int])
+        return list(tags)
     return [
         {name: _sealed(_scalar(value), f"tag {name!r}", allow_pickle) for name, value in tag.items()}
         for tag in tags
@@ -125,7 +126,9 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _refuse_huge_ints(tags: Sequence[dict[str, Any]]) -> None:
+def _refuse_huge_ints(tags: Sequence[dict[str, Any]], ints: list[int]) -> None:
+    if min(ints) >= _INT64_MIN and max(ints) <= _UINT64_MAX:
+        return
     for tag in tags:
         for name, value in tag.items():
             if type(value) is int and not _INT64_MIN <= value <= _UINT64_MAX:

@@ -11,7 +11,6 @@ import torch
 from tensordict import TensorDict
 
 from rlplane.adapters.local import client as client_module
-from rlplane.adapters.local.blocks import Source
 from rlplane.adapters.local.connection import Connection
 from rlplane.adapters.local.mapping import Segments
 from rlplane.config import load_config
@@ -74,16 +73,13 @@ def die_while_putting(address, step, ids):
     elif step == "before the pages exist":
         Segments.back = lambda *_: _die()
     elif step == "in the middle of the copy":
-        original = Source.copy_into
-        copied = []
+        copy_all = client_module.copy_all
 
-        def copy_into(self, block):
-            original(self, block)
-            copied.append(self)
-            if len(copied) == 2:
-                _die()
+        def die_half_way(pairs):
+            copy_all(pairs[: len(pairs) // 2])
+            _die()
 
-        Source.copy_into = copy_into
+        client_module.copy_all = die_half_way
     elif step == "before the commit is sent":
         exchange = Connection.exchange
 

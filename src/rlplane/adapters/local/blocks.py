@@ -7,7 +7,7 @@ gathered with a few vectorised calls per field, never with Python per row and fi
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane.adapters.local.wire import Layout
 from rlplane.errors import InvalidRequestError
 from rlplane.objects import decode_object, encode_objects
 
-__all__ = ["Layout", "Source", "assemble", "open_block", "prepare"]
+__all__ = ["Assembler", "Layout", "Source", "open_block", "prepare", "stack_objects"]
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -39,12 +40,23 @@ class Source:
     values: Tensor
     offsets: Tensor | None
 
-    def copy_into(self, block: Tensor) -> None:
-        """Write the column into ``block``, a uint8 tensor of ``layout.nbytes``."""
-        values, offsets = open_block(block, self.layout)
-        values.copy_(self.values)
-        if offsets is not None and self.offsets is not None:
-            offsets.copy_(self.offsets)
+    def copies(self, block: Tensor) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """What has to be copied where, so that ``block``, of ``layout.nbytes``, holds the column.
+
+        A source that is not contiguous is copied at once, because only torch can.
+        """
+        layout = self.layout
+        pairs = []
+        if self.values.is_contiguous():
+            source = self.values.view(-1).view(torch.uint8).numpy()
+            pairs.append((block[: layout.values_nbytes].numpy(), source))
+        else:
+            open_block(block, layout)[0].copy_(self.values)
+        if self.offsets is not None:
+            at = layout.offsets_at
+            source = self.offsets.contiguous().view(torch.uint8).numpy()
+            pairs.append((block[at : at + 8 * (layout.rows + 1)].numpy(), source))
+        return pairs
 
 
 def prepare(
@@ -74,10 +86,10 @@ def prepare(
             raise InvalidRequestError(
                 f"field {name!r} is declared as an enum of {enums[name]}; give its values as strings"
             )
-        value = value.detach()
-        if value.device.type != "cpu":
-            value = value.cpu()
-        sources.append(_nested_source(name, value, count) if value.is_nested else _dense(name, value, count))
+        if type(value) is NestedTensor or value.is_nested:
+            sources.append(_nested_source(name, value, count))
+        else:
+            sources.append(_dense_source(name, value.detach().cpu(), count))
     return sources
 
 
@@ -91,23 +103,10 @@ def open_block(block: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
     return values.view(_elements(layout), *layout.shape), offsets
 
 
-def assemble(
-    name: str,
-    blocks: NDArray[np.int64],
-    positions: NDArray[np.int32],
-    layouts: dict[int, Layout],
-    read: Callable[[int], Tensor],
-    own: Callable[[int, int, int], Tensor] | None,
-    empty: Callable[[int], Tensor],
-    *,
-    allow_pickle: bool,
-) -> Any:
-    """Put the rows of one field together.
+class Assembler:
+    """Puts the columns of one read together.
 
     Args:
-        name: The field, for messages.
-        blocks: The block of each row.
-        positions: The row's place in its block.
         layouts: What is in the blocks.
         read: Gives a block's bytes, to copy from.
         own: Gives bytes ``[start, stop)`` of a block as memory that belongs to the caller without a copy;
@@ -115,41 +114,146 @@ def assemble(
         empty: Gives fresh memory of so many bytes for a gather.
         allow_pickle: Whether objects may be unpickled.
     """
-    if not len(blocks):
-        return torch.empty(0)
-    numbers = (
-        [int(blocks[0])]
-        if blocks[0] == blocks[-1] and (blocks == blocks[0]).all()
-        else np.unique(blocks).tolist()
-    )
-    kinds = [layouts[number] for number in numbers]
-    first = kinds[0]
-    object_like = {layout.kind in ("object", "enum") for layout in kinds}
-    if object_like == {True}:
-        return _read_objects(blocks, positions, numbers, layouts, read, allow_pickle)
-    if len(object_like) > 1 or len({layout.dtype for layout in kinds}) > 1:
-        held = sorted({"objects" if layout.kind in ("object", "enum") else layout.dtype for layout in kinds})
-        raise InvalidRequestError(
-            f"field {name!r} holds {' and '.join(held)} in the rows asked for; read them apart"
-        )
-    runs = _runs(blocks, positions)
-    dense = all(layout.kind == "dense" for layout in kinds) and len({layout.shape for layout in kinds}) == 1
-    if dense:
-        if own is not None and len(runs) == 1:
-            block, start, stop = runs[0]
-            row = first.values_nbytes // first.rows if first.rows else 0
-            return (
-                own(block, start * row, stop * row)
-                .view(_DTYPES[first.dtype])
-                .view(stop - start, *first.shape)
+
+    def __init__(
+        self,
+        layouts: dict[int, Layout],
+        read: Callable[[int], Tensor],
+        own: Callable[[int, int, int], Tensor] | None,
+        empty: Callable[[int], Tensor],
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self._layouts, self._read, self._own, self._empty = layouts, read, own, empty
+        self._allow_pickle = allow_pickle
+        self._offsets: dict[bytes, Tensor] = {}
+
+    def column(self, name: str, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Any:
+        """The rows of one field, each given by its block and its position in it."""
+        if not len(blocks):
+            return torch.empty(0)
+        first_block = int(blocks[0])
+        one = first_block == blocks[-1] and (len(blocks) == 1 or bool((blocks == first_block).all()))
+        numbers = [first_block] if one else np.unique(blocks).tolist()
+        kinds = [self._layouts[number] for number in numbers]
+        if all(layout.kind in ("object", "enum") for layout in kinds):
+            return self._objects(blocks, positions, numbers)
+        _check_one_dtype(name, kinds)
+        runs = _runs(blocks, positions)
+        if len(runs) == 1:
+            return self.neighbours(name, *runs[0])
+        if all(layout.kind == "dense" and layout.shape == kinds[0].shape for layout in kinds):
+            return self._dense(kinds[0], runs, blocks, positions, numbers)
+        return self._jagged(name, kinds, runs, blocks, positions, numbers)
+
+    def neighbours(self, name: str, block: int, start: int, stop: int) -> Any:
+        """Rows ``[start, stop)`` of one block, without a copy where the engine can do without."""
+        layout = self._layouts[block]
+        if layout.kind in ("object", "enum"):
+            positions = np.arange(start, stop, dtype=np.int32)
+            return self._objects(np.full(stop - start, block, np.int64), positions, [block])
+        values, offsets = open_block(self._read(block), layout)
+        if offsets is None:
+            begin, end = start, stop
+        else:
+            ends = offsets.numpy()[start : stop + 1]
+            begin, end = int(ends[0]), int(ends[-1])
+        if self._own is None:
+            mine = values[begin:end].clone()
+        else:
+            element = values.itemsize * math.prod(values.shape[1:])
+            flat = self._own(block, begin * element, end * element).view(values.dtype)
+            mine = flat.view(end - begin, *values.shape[1:])
+        return mine if offsets is None else self._nested(mine, ends - begin)
+
+    def _dense(
+        self,
+        layout: Layout,
+        runs: list[tuple[int, int, int]],
+        blocks: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        numbers: list[int],
+    ) -> Tensor:
+        count = len(blocks)
+        row = layout.values_nbytes // layout.rows
+        dtype = _DTYPES[layout.dtype]
+        out = self._empty(row * count).view(dtype).view(count, *layout.shape)
+        opened = {number: open_block(self._read(number), self._layouts[number])[0] for number in numbers}
+        scattered = len(runs) * _RUNS_WORTH_SLICING > count
+        if scattered and len(numbers) == 1:
+            index = torch.from_numpy(positions.astype(np.int64))
+            return torch.index_select(opened[numbers[0]], 0, index, out=out)
+        if scattered:
+            parts = {number: torch.split(values, 1) for number, values in opened.items()}
+            pieces = [parts[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
+        else:
+            pieces = [opened[block][start:stop] for block, start, stop in runs]
+        return torch.cat(pieces, out=out)
+
+    def _jagged(
+        self,
+        name: str,
+        kinds: list[Layout],
+        runs: list[tuple[int, int, int]],
+        blocks: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        numbers: list[int],
+    ) -> Tensor:
+        if len({_element_shape(name, layout) for layout in kinds}) > 1:
+            raise InvalidRequestError(
+                f"field {name!r} holds rows of shapes {sorted({layout.shape for layout in kinds})}, which "
+                "differ in more than the first dimension; read them apart"
             )
-        return _gather_dense(first, runs, blocks, positions, numbers, layouts, read, empty)
-    if len({_element_shape(name, layout) for layout in kinds}) > 1:
-        raise InvalidRequestError(
-            f"field {name!r} holds rows of shapes {sorted({layout.shape for layout in kinds})}, which "
-            "differ in more than the first dimension; read them apart"
+        opened: dict[int, Tensor] = {}
+        offsets: dict[int, NDArray[np.int64]] = {}
+        for number in numbers:
+            values, inner = open_block(self._read(number), self._layouts[number])
+            if inner is None:
+                # A dense block among ragged ones is ragged with equal rows.
+                offsets[number] = np.arange(values.shape[0] + 1, dtype=np.int64) * values.shape[1]
+                values = values.flatten(0, 1)
+            else:
+                offsets[number] = inner.numpy()
+            opened[number] = values
+        sample = opened[numbers[0]]
+        element = sample.itemsize * math.prod(sample.shape[1:])
+        lengths = np.empty(len(blocks), np.int64)
+        for number in numbers:
+            mine = slice(None) if len(numbers) == 1 else blocks == number
+            where = positions[mine]
+            lengths[mine] = offsets[number][where + 1] - offsets[number][where]
+        ends = np.zeros(len(blocks) + 1, np.int64)
+        np.cumsum(lengths, out=ends[1:])
+        if len(runs) * _RUNS_WORTH_SLICING > len(blocks):
+            rows = {n: torch.split(opened[n], np.diff(offsets[n]).tolist()) for n in numbers}
+            pieces = [rows[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
+        else:
+            pieces = [opened[b][offsets[b][start] : offsets[b][stop]] for b, start, stop in runs]
+        total = int(ends[-1])
+        out = self._empty(total * element).view(sample.dtype).view(total, *sample.shape[1:])
+        return self._nested(torch.cat(pieces, out=out), ends)
+
+    def _nested(self, values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
+        # Fields with equal lengths get the same offsets, so that torch lets them be combined.
+        known = self._offsets.setdefault(offsets.tobytes(), torch.from_numpy(offsets))
+        # The constructor, because the public function costs four times as much and checks what is known.
+        return NestedTensor(values, offsets=known)
+
+    def _objects(
+        self, blocks: NDArray[np.int64], positions: NDArray[np.int32], numbers: list[int]
+    ) -> NonTensorStack:
+        columns: dict[int, Callable[[int], Any]] = {}
+        for number in numbers:
+            layout = self._layouts[number]
+            values, offsets = open_block(self._read(number), layout)
+            if offsets is None:
+                columns[number] = _word_reader(values.tolist(), layout.vocabulary or [])
+            else:
+                data = memoryview(values.numpy().data)
+                columns[number] = _object_reader(data, offsets.tolist(), self._allow_pickle)
+        return stack_objects(
+            [columns[b](p) for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
         )
-    return _gather_jagged(name, runs, blocks, positions, numbers, layouts, read, own, empty)
 
 
 # Writing
@@ -162,7 +266,7 @@ def _check_rows(name: str, got: int, count: int) -> None:
         )
 
 
-def _dense(name: str, value: Tensor, count: int) -> Source:
+def _dense_source(name: str, value: Tensor, count: int) -> Source:
     _check_rows(name, value.shape[0] if value.ndim else 0, count)
     layout = Layout(
         "dense", _dtype_name(name, value), tuple(value.shape[1:]), count, value.numel() * value.itemsize
@@ -171,13 +275,21 @@ def _dense(name: str, value: Tensor, count: int) -> Source:
 
 
 def _nested_source(name: str, value: Any, count: int) -> Source:
-    _check_rows(name, value.size(0), count)
-    if value.layout is torch.jagged and value.lengths() is None and getattr(value, "_ragged_idx", 1) == 1:
-        values, offsets = value.values(), value.offsets().to(torch.int64)
+    if type(value) is NestedTensor and value._lengths is None and value._ragged_idx == 1:
+        # Its parts directly: asking a nested tensor costs tens of microseconds a question.
+        values, offsets = value._values.detach(), value._offsets
+        if values.device.type != "cpu":
+            values, offsets = values.cpu(), offsets.cpu()
+        _check_rows(name, offsets.shape[0] - 1, count)
+        if offsets.dtype is not torch.int64:
+            offsets = offsets.to(torch.int64)
         if count:
             start, stop = int(offsets[0]), int(offsets[-1])
-            values, offsets = values[start:stop], offsets - start if start else offsets
+            if start or stop != values.shape[0]:
+                values, offsets = values[start:stop], offsets - start
     else:
+        value = value.detach().cpu()
+        _check_rows(name, value.size(0), count)
         rows = list(value.unbind()) if count else []
         shapes = {tuple(row.shape[1:]) for row in rows}
         if len(shapes) > 1 or any(row.ndim == 0 for row in rows):
@@ -191,7 +303,7 @@ def _nested_source(name: str, value: Any, count: int) -> Source:
     if not count:
         offsets = torch.zeros(1, dtype=torch.int64)
     layout = Layout(
-        "jagged", _dtype_name(name, value), tuple(values.shape[1:]), count, values.numel() * values.itemsize
+        "jagged", _dtype_name(name, values), tuple(values.shape[1:]), count, values.numel() * values.itemsize
     )
     return Source(name, layout, values, offsets)
 
@@ -277,110 +389,12 @@ def _runs(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> list[tuple
     )
 
 
-def _gather_dense(
-    layout: Layout,
-    runs: list[tuple[int, int, int]],
-    blocks: NDArray[np.int64],
-    positions: NDArray[np.int32],
-    numbers: list[int],
-    layouts: dict[int, Layout],
-    read: Callable[[int], Tensor],
-    empty: Callable[[int], Tensor],
-) -> Tensor:
-    count = len(blocks)
-    row = layout.values_nbytes // layout.rows
-    out = empty(row * count).view(_DTYPES[layout.dtype]).view(count, *layout.shape)
-    opened = {number: open_block(read(number), layouts[number])[0] for number in numbers}
-    if len(numbers) == 1 and len(runs) * _RUNS_WORTH_SLICING > count:
-        return torch.index_select(
-            opened[numbers[0]], 0, torch.from_numpy(positions.astype(np.int64)), out=out
+def _check_one_dtype(name: str, kinds: list[Layout]) -> None:
+    held = {"objects" if layout.kind in ("object", "enum") else layout.dtype for layout in kinds}
+    if len(held) > 1:
+        raise InvalidRequestError(
+            f"field {name!r} holds {' and '.join(sorted(held))} in the rows asked for; read them apart"
         )
-    if len(runs) * _RUNS_WORTH_SLICING > count:
-        parts = {number: torch.split(values, 1) for number, values in opened.items()}
-        pieces = [parts[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
-    else:
-        pieces = [opened[block][start:stop] for block, start, stop in runs]
-    return torch.cat(pieces, out=out)
-
-
-def _gather_jagged(
-    name: str,
-    runs: list[tuple[int, int, int]],
-    blocks: NDArray[np.int64],
-    positions: NDArray[np.int32],
-    numbers: list[int],
-    layouts: dict[int, Layout],
-    read: Callable[[int], Tensor],
-    own: Callable[[int, int, int], Tensor] | None,
-    empty: Callable[[int], Tensor],
-) -> Tensor:
-    # A dense block among ragged ones is ragged with equal rows.
-    offsets: dict[int, NDArray[np.int64]] = {}
-    opened: dict[int, Tensor] = {}
-    for number in numbers:
-        values, inner = open_block(read(number), layouts[number])
-        if inner is None:
-            offsets[number] = np.arange(values.shape[0] + 1, dtype=np.int64) * values.shape[1]
-            values = values.flatten(0, 1)
-        else:
-            offsets[number] = inner.numpy()
-        opened[number] = values
-    sample = opened[numbers[0]]
-    element = sample.itemsize * int(np.prod(sample.shape[1:], dtype=np.int64))
-    if len(runs) == 1:
-        block, start, stop = runs[0]
-        begin, end = int(offsets[block][start]), int(offsets[block][stop])
-        ends = offsets[block][start : stop + 1] - begin
-        if own is not None:
-            values = (
-                own(block, begin * element, end * element)
-                .view(sample.dtype)
-                .view(end - begin, *sample.shape[1:])
-            )
-        else:
-            values = opened[block][begin:end].clone()
-        return _jagged(values, torch.from_numpy(ends))
-    lengths = np.empty(len(blocks), np.int64)
-    for number in numbers:
-        mine = slice(None) if len(numbers) == 1 else blocks == number
-        where = positions[mine]
-        lengths[mine] = offsets[number][where + 1] - offsets[number][where]
-    ends = np.zeros(len(blocks) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    if len(runs) * _RUNS_WORTH_SLICING > len(blocks):
-        rows = {number: torch.split(opened[number], np.diff(offsets[number]).tolist()) for number in numbers}
-        pieces = [rows[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
-    else:
-        pieces = [opened[b][offsets[b][start] : offsets[b][stop]] for b, start, stop in runs]
-    total = int(ends[-1])
-    out = empty(total * element).view(sample.dtype).view(total, *sample.shape[1:])
-    return _jagged(torch.cat(pieces, out=out), torch.from_numpy(ends))
-
-
-def _jagged(values: Tensor, offsets: Tensor) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
-
-
-def _read_objects(
-    blocks: NDArray[np.int64],
-    positions: NDArray[np.int32],
-    numbers: list[int],
-    layouts: dict[int, Layout],
-    read: Callable[[int], Tensor],
-    allow_pickle: bool,
-) -> NonTensorStack:
-    columns: dict[int, Callable[[int], Any]] = {}
-    for number in numbers:
-        layout = layouts[number]
-        values, offsets = open_block(read(number), layout)
-        if offsets is None:
-            columns[number] = _word_reader(values.tolist(), layout.vocabulary or [])
-        else:
-            columns[number] = _object_reader(memoryview(values.numpy().data), offsets.tolist(), allow_pickle)
-    rows = [columns[b](p) for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
-    return stack_objects(rows)
 
 
 def _word_reader(codes: Sequence[int], vocabulary: list[str]) -> Callable[[int], str]:

@@ -27,9 +27,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.adapters.local import wire
-from rlplane.adapters.local.blocks import assemble
+from rlplane.adapters.local.blocks import Assembler
 from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.connection import Connection
+from rlplane.adapters.local.copying import copy_all
 from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_all
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, remove_if_dead
 from rlplane.adapters.local.requests import (
@@ -221,10 +222,9 @@ class ShmDataPlaneClient(DataPlaneClient):
         connection, number = link.connection, located.lease
         lease = Lease(lambda: connection.release(number))
         try:
-            reader = _Reader(link, located, lease)
+            reader = _Reader(link, located, lease, self._allow_pickle)
             columns = {
-                name: reader.column(name, place, self._allow_pickle)
-                for name, place in zip(names, located.places, strict=True)
+                name: reader.column(name, place) for name, place in zip(names, located.places, strict=True)
             }
         finally:
             lease.done()
@@ -451,31 +451,21 @@ class _Link:
 class _Reader:
     """The columns of one read."""
 
-    def __init__(self, link: _Link, located: wire.Located, lease: Lease) -> None:
+    def __init__(self, link: _Link, located: wire.Located, lease: Lease, allow_pickle: bool) -> None:
         self._segments, self._scratch = link.segments, link.scratch
         self._located, self._lease = located, lease
-        self._layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
+        layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
+        self._assembler = Assembler(layouts, self._read, self._own, self._empty, allow_pickle=allow_pickle)
         self._shared: dict[int, Tensor] = {}
         self._private: dict[int, Tensor] = {}
         self.nbytes = 0
 
-    def column(self, name: str, place: wire.Place, allow_pickle: bool) -> Any:
-        if place.blocks is None:
-            blocks = np.full(place.count, place.block, np.int64)
-            positions = np.arange(place.start, place.start + place.count, dtype=np.int32)
-        else:
-            blocks = np.frombuffer(place.blocks, np.int64)
-            positions = np.frombuffer(place.positions or b"", np.int32)
-        return assemble(
-            name,
-            blocks,
-            positions,
-            self._layouts,
-            self._read,
-            self._own,
-            self._empty,
-            allow_pickle=allow_pickle,
-        )
+    def column(self, name: str, place: wire.Place) -> Any:
+        if place.blocks is None and place.count:
+            return self._assembler.neighbours(name, place.block, place.start, place.start + place.count)
+        blocks = np.frombuffer(place.blocks or b"", np.int64)
+        positions = np.frombuffer(place.positions or b"", np.int32)
+        return self._assembler.column(name, blocks, positions)
 
     def _read(self, number: int) -> Tensor:
         index, start, layout = self._located.blocks[number]
@@ -487,7 +477,8 @@ class _Reader:
     def _own(self, number: int, begin: int, end: int) -> Tensor:
         self.nbytes += end - begin
         if end - begin < _WORTH_MAPPING:
-            return self._read(number)[begin:end].clone()
+            # In numpy, because torch would use all its threads for a few thousand bytes.
+            return torch.from_numpy(self._read(number)[begin:end].numpy().copy())
         index, start, _ = self._located.blocks[number]
         private = self._private.get(index)
         if private is None:
@@ -516,11 +507,13 @@ def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int,
 
 
 def _fill(memory: Tensor, write: Write) -> None:
+    pairs = []
     start = 0
     for source in write.sources:
         stop = start + source.layout.nbytes
-        source.copy_into(memory[start:stop])
+        pairs += source.copies(memory[start:stop])
         start = stop
+    copy_all(pairs)
 
 
 def _plain(condition: Any) -> Any:

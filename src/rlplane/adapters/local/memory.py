@@ -17,8 +17,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlplane.adapters.local.blocks import Layout, assemble
+from rlplane.adapters.local.blocks import Assembler, Layout
 from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
+from rlplane.adapters.local.copying import copy_all
 from rlplane.adapters.local.requests import (
     Write,
     checked_fields,
@@ -162,17 +163,22 @@ class MemoryDataPlaneClient(DataPlaneClient):
         numbers: list[int] = []
         waiter = _Waiter()
         try:
-            filled = []
-            for source in write.sources:
-                block = torch.empty(source.layout.nbytes, dtype=torch.uint8)
-                source.copy_into(block)
-                filled.append((source.layout, block))
+            filled = [
+                (source.layout, torch.empty(source.layout.nbytes, dtype=torch.uint8))
+                for source in write.sources
+            ]
+            copy_all(
+                pair
+                for source, (_, block) in zip(write.sources, filled, strict=True)
+                for pair in source.copies(block)
+            )
             with plane.lock:
                 numbers = list(range(plane.next_block, plane.next_block + len(filled)))
                 plane.next_block += len(filled)
                 plane.blocks.update(zip(numbers, filled, strict=True))
                 names = [source.name for source in write.sources]
-                put = Put(write.partition_id, write.ids, dict(zip(names, numbers, strict=True)), write.tags)
+                put = Put(write.partition_id, write.ids, dict(zip(names, numbers, strict=True)))
+                put.tags = None if write.tags is None else [dict(tag) for tag in write.tags]
                 put.nbytes, put.owner, put.now, put.token = sizes, self._owner, time.time(), waiter
                 done = plane.state.put(put)
                 plane.settle()
@@ -247,19 +253,14 @@ class MemoryDataPlaneClient(DataPlaneClient):
             # Holding the tensors keeps them alive: what is read stays valid after a clear.
             used = {number for blocks, _ in places.values() for number in set(blocks.tolist())}
             held = {number: plane.blocks[number] for number in used}
-        layouts = {number: layout for number, (layout, _) in held.items()}
-        columns = {
-            name: assemble(
-                name,
-                *places[name],
-                layouts,
-                lambda number: held[number][1],
-                None,
-                lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
-                allow_pickle=self._allow_pickle,
-            )
-            for name in names
-        }
+        assembler = Assembler(
+            {number: layout for number, (layout, _) in held.items()},
+            lambda number: held[number][1],
+            None,
+            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+            allow_pickle=self._allow_pickle,
+        )
+        columns = {name: assembler.column(name, *places[name]) for name in names}
         return TensorDict(columns, batch_size=[len(ids)])
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
