@@ -47,18 +47,18 @@ def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) ->
     Arrays (and pickled objects) stay sealed, as msgpack extensions, so that a controller can keep
     and compare tags without ever unpickling anything. :func:`open_tags` is the inverse.
     """
-    for tag in tags:
-        if type(tag) is not dict:
-            raise InvalidRequestError(f"a tag is a dict per sample, not {type(tag).__name__}: {tag!r:.80}")
+    if set(map(type, tags)) - {dict}:
+        bad = next(tag for tag in tags if type(tag) is not dict)
+        raise InvalidRequestError(f"a tag is a dict per sample, not {type(bad).__name__}: {bad!r:.80}")
     if set(map(type, chain.from_iterable(tags))) - {str}:
-        bad = next(key for key in chain.from_iterable(tags) if type(key) is not str)
-        raise InvalidRequestError(f"a tag's name is a string, not {bad!r}")
-    values = list(chain.from_iterable(map(dict.values, tags)))
-    types = set(map(type, values))
-    if types <= _ATOMS:
-        if int in types:
-            _refuse_huge_ints(tags, [value for value in values if type(value) is int])
-        return list(tags)
+        wrong = next(key for key in chain.from_iterable(tags) if type(key) is not str)
+        raise InvalidRequestError(f"a tag's name is a string, not {wrong!r}")
+    if _are_atoms(tags):
+        try:
+            _encoder.encode(tags)  # refuses what is of the right type and cannot travel all the same
+            return list(tags)
+        except (OverflowError, UnicodeEncodeError):
+            pass  # the way below finds out which one it is
     return [
         {name: _sealed(_scalar(value), f"tag {name!r}", allow_pickle) for name, value in tag.items()}
         for tag in tags
@@ -67,13 +67,11 @@ def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) ->
 
 def open_tags(tags: Iterable[dict[str, Any]], *, allow_pickle: bool = False) -> list[dict[str, Any]]:
     """Turn sealed tags into the caller's own."""
+    sealed = list(tags)
+    if _are_atoms(sealed):
+        return list(map(dict.copy, sealed))
     hook = _open_ext_with_pickle if allow_pickle else _open_ext
-    return [
-        dict(tag)
-        if set(map(type, tag.values())) <= _ATOMS
-        else {name: _opened(value, hook) for name, value in tag.items()}
-        for tag in tags
-    ]
+    return [{name: _opened(value, hook) for name, value in tag.items()} for tag in sealed]
 
 
 def encode_tags(tags: Sequence[dict[str, Any]]) -> bytes:
@@ -91,6 +89,8 @@ def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
     if kind in _ATOMS:
         if kind is int and not _INT64_MIN <= value <= _UINT64_MAX:
             raise UnsupportedValueError(f"{where} holds {value}, which does not fit into 64 bits")
+        if kind is str and not _is_encodable(value):
+            raise UnsupportedValueError(f"{where} holds {value!r:.80}, which is not valid Unicode")
         return value
     if kind is list or kind is tuple:
         return [_sealed(item, where, allow_pickle) for item in value]
@@ -119,6 +119,14 @@ def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
     )
 
 
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _scalar(value: Any) -> Any:
     """A 0-d array or tensor in a tag stands for its value, so that conditions can compare it."""
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
@@ -126,13 +134,8 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _refuse_huge_ints(tags: Sequence[dict[str, Any]], ints: list[int]) -> None:
-    if min(ints) >= _INT64_MIN and max(ints) <= _UINT64_MAX:
-        return
-    for tag in tags:
-        for name, value in tag.items():
-            if type(value) is int and not _INT64_MIN <= value <= _UINT64_MAX:
-                raise UnsupportedValueError(f"tag {name!r} holds {value}, which does not fit into 64 bits")
+def _are_atoms(tags: Sequence[dict[str, Any]]) -> bool:
+    return set(map(type, chain.from_iterable(map(dict.values, tags)))) <= _ATOMS
 
 
 def _open_array(data: memoryview) -> np.ndarray[Any, Any]:
