@@ -49,12 +49,12 @@ class TopApp(App[None]):
     .-low TabbedContent, .-low #ops { margin: 0; }
     TabPane { padding: 0; }
     #filter { display: none; height: 3; }
-    #filter.shown { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
         Binding("p,space", "pause", "Pause"),
-        Binding("slash", "filter", "Filter", key_display="/"),
+        # First of all, so that what is typed right after it already goes to the field.
+        Binding("slash", "filter", "Filter", key_display="/", priority=True),
         Binding("f", "report", "Report"),
         Binding("question_mark", "keys", "Keys", key_display="?"),
         *(Binding(str(at + 1), f"tab('{name}')", name, show=False) for at, name in enumerate(_TABS)),
@@ -148,6 +148,11 @@ class TopApp(App[None]):
 
     # What people do.
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "filter":  # In the field itself it is a character like any other.
+            return len(self.screen_stack) == 1 and not isinstance(self.focused, Input)
+        return True
+
     def action_pause(self) -> None:
         self.paused = not self.paused
         self._look()
@@ -158,8 +163,8 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)
-        field.add_class("shown")
-        field.focus()
+        field.display = True
+        self.screen.set_focus(field)
 
     def action_report(self) -> None:
         if self.snapshot is not None:
@@ -177,14 +182,14 @@ class TopApp(App[None]):
 
     def on_key(self, event: events.Key) -> None:
         field = self.screen_stack[0].query_one("#filter", Input)
-        if event.key == "escape" and len(self.screen_stack) == 1 and field.has_class("shown"):
+        if event.key == "escape" and len(self.screen_stack) == 1 and field.display:
             event.stop()
             field.value = ""
             self._leave_filter(keep=False)
 
     def _leave_filter(self, *, keep: bool) -> None:
         field = self.query_one("#filter", Input)
-        field.set_class(keep, "shown")
+        field.display = keep
         active = self.query_one(TabbedContent).active.removeprefix("tab-")
         self.query_one(f"#{active}", LiveTable).focus()
 

@@ -147,7 +147,7 @@ class KeysScreen(ModalScreen[None]):
     KEYS = (
         ("1 2 3 4", "partitions, workers, oldest samples, log"),
         ("tab", "next table"),
-        ("↑ ↓ PgUp PgDn", "move the cursor"),
+        ("↑ ↓ PgUp PgDn", "move the cursor; ← → on a narrow terminal"),
         ("enter", "look into a partition"),
         ("s  S  r", "sort by the next or previous column, reverse"),
         ("/", "filter partitions, workers and samples by a text"),

@@ -50,6 +50,7 @@ class LiveTable(ScrollView, Generic[Row], can_focus=True):
     LiveTable {
         height: 1fr;
         background: $surface;
+        scrollbar-size-horizontal: 0;
         & > .live-table--head { background: $panel; color: $text-muted; text-style: bold; }
         & > .live-table--cursor { background: $primary-muted; color: $text; text-style: bold; }
         & > .live-table--row { background: $surface; color: $text; }
@@ -71,6 +72,8 @@ class LiveTable(ScrollView, Generic[Row], can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
+        Binding("left", "scroll_left", "Left", show=False),
+        Binding("right", "scroll_right", "Right", show=False),
         Binding("pageup", "page(-1)", "Page up", show=False),
         Binding("pagedown", "page(1)", "Page down", show=False),
         Binding("home", "edge(0)", "First", show=False),
@@ -167,7 +170,8 @@ class LiveTable(ScrollView, Generic[Row], can_focus=True):
         if y == 0:
             strip = self._head(self.get_component_rich_style("live-table--head"))
         elif not self.rows:
-            text = f" {self._empty}" if y == 1 else ""
+            said = "nothing fits the filter" if self._all else self._empty
+            text = f" {said}" if y == 1 else ""
             strip = Strip([Segment(text, self.get_component_rich_style("live-table--dim"))])
         else:
             at = top + y - 1
