@@ -95,6 +95,9 @@ def engine_config(impl: str, backend: str, run_dir: Path, metrics_address: str) 
     }
     sizes = {"global_segment_size": 256 << 20, "local_buffer_size": 16 << 20, "storage_capacity": 100_000}
     overrides = {**sizes, "observability": observability, "claim_meta_poll_interval_s": 0.02}
+    if impl == "transfer_queue":
+        # A plane of its own, also on a Ray where others have theirs.
+        overrides["transfer_queue.namespace"] = f"rlplane-demo-{run_dir.name}"
     return dict(load_config(EXEMPLARS[impl, backend], overrides))
 
 
@@ -120,6 +123,7 @@ class Job:
         self.steps: list[dict[str, Any]] = []
         self.deaths: list[Death] = []
         self.aggregator: AggregatorHandle | None = None
+        self._joined: set[str] = set()
         self._last: dict[str, Any] | None = None
         self._written_earlier = 0
         self._resumable = False
@@ -205,7 +209,10 @@ class Job:
                 if worker.exit_code is not None and self._last is None:
                     self.workers[place] = self._replace(worker, client, config)
             if self.chaos_s is not None and time.monotonic() > next_kill:
-                chance.choice(self.workers[1:]).kill()
+                # Only those that have joined: killing what has just been started again stops everything.
+                victims = [worker for worker in self.workers[1:] if worker.name in self._joined]
+                if victims:
+                    chance.choice(victims).kill()
                 next_kill = time.monotonic() + self.chaos_s * chance.uniform(0.5, 1.5)
 
     def _hear(self, client: DataPlaneClient, wait_s: float) -> bool:
@@ -216,7 +223,10 @@ class Job:
             return False
         client.clear_samples(meta.sample_ids, PROGRESS)
         (tags,) = meta.tags or [{}]
-        if tags.get("done"):
+        if "joined" in tags:
+            self._joined.add(tags["joined"])
+            return True
+        if "done" in tags:
             self._last = tags
             return True
         for death in self.deaths:

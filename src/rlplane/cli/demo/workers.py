@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from rlplane import DataPlaneClient, PlaneConnectionError, build_data_plane_client
-from rlplane_examples.grpo.settings import Settings, Stop
+from rlplane_examples.grpo.settings import PROGRESS, Settings, Stop
 from rlplane_examples.grpo.stages import rollout, score
 from rlplane_examples.grpo.trainer import train
 
@@ -193,6 +193,7 @@ def _run_alone(order: _Order, stop: Stop) -> None:
 
 
 def _run_stage(order: _Order, client: DataPlaneClient, stop: Stop) -> None:
+    client.put_samples([f"joined-{order['name']}"], PROGRESS, None, [{"joined": order["name"]}])
     stage = _STAGES[order["name"].split("-")[0]]
     stage(client, Settings(**order["settings"]), order["name"], stop, **order["extra"])
 
