@@ -293,10 +293,18 @@ def _life(row: SampleRow, now_ns: int) -> SampleAge:
     )
 
 
+# A claim may end before the put that woke it has returned, so its wait is a little below zero: that is none.
+_OVERLAP_NS = 1_000_000_000
+
+
 def _waits(step: LifeStep) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """From write to step. Clocks of two machines may disagree: a negative wait is refused by its series."""
-    waits = [moment - (row.written_ns or 0) for moment, row in zip(step.times_ns, step.rows, strict=True)]
-    return np.array(waits, np.int64)
+    """From write to step. Clocks of two machines may disagree: its series refuses a wait far below zero."""
+    waits = np.array(
+        [moment - (row.written_ns or 0) for moment, row in zip(step.times_ns, step.rows, strict=True)],
+        np.int64,
+    )
+    waits[(waits < 0) & (waits > -_OVERLAP_NS)] = 0
+    return waits
 
 
 def _task_stats(partition: _Partition) -> list[TaskStat]:
