@@ -38,7 +38,7 @@ export class TimePlot {
     this.plot = new uPlot({
       width: Math.max(200, this.box.clientWidth),
       height: HEIGHT,
-      padding: [10, 10, 0, 0],
+      padding: [10, 26, 0, 0],
       cursor: {
         sync: { key: "rlplane" },
         drag: { x: true, y: false, setScale: false },
