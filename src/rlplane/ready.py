@@ -117,6 +117,11 @@ class RowQueue(ReadyQueue):
         skipped: list[tuple[Rows, NDArray[np.int64]]] = []
         while count and self._chunks:
             rows, serials = self._chunks.popleft()
+            if len(rows) > 4 * count + 256:
+                # A look at a piece of a large chunk, so that a claim costs the batch; slices are views.
+                piece = 4 * count + 256
+                self._chunks.appendleft((rows[piece:], serials[piece:]))
+                rows, serials = rows[:piece], serials[:piece]
             self._held -= len(rows)
             valid = self._valid(rows, serials)
             if match is None:
@@ -214,10 +219,21 @@ class GroupQueue(ReadyQueue):
     def restore(self, rows: Rows) -> None:
         # Back to front, so that groups made whole end up in the order in which they were claimed.
         whole: list[_Group] = []
-        for row in rows.tolist():
-            self._gather(row, self._table.groups[row], whole.append)
+        self._gather_again(rows.tolist(), whole.append)
         self._groups.extendleft(reversed(whole))
         self.touched()
+
+    def _gather_again(self, rows: list[int], place: Callable[[_Group], None]) -> None:
+        """Gather rows that were ready before, ahead of those that are gathering now."""
+        later: dict[str, dict[int, None]] = {}
+        for row in rows:
+            name = self._table.groups[row]
+            if name not in later:
+                later[name] = self._gathering.pop(name, {})
+            self._gather(row, name, place)
+        for name, members in later.items():
+            for row in members:
+                self._gather(row, name, place)
 
     def _gather(self, row: int, name: str, place: Callable[[_Group], None]) -> None:
         members = self._gathering.setdefault(name, {})
@@ -235,9 +251,7 @@ class GroupQueue(ReadyQueue):
             if group is not None:
                 # The others of a broken group wait for another member.
                 self._leave(group)
-                for other in group.rows:
-                    if other != row:
-                        self._gather(other, self._table.groups[other], self._groups.append)
+                self._gather_again([other for other in group.rows if other != row], self._groups.append)
             else:
                 members = self._gathering.get(self._table.groups[row])
                 if members is not None:
@@ -246,6 +260,8 @@ class GroupQueue(ReadyQueue):
                         del self._gathering[self._table.groups[row]]
         if len(rows):
             self.touched()
+            if len(self._groups) > 2 * self.ready + 4096:
+                self._groups = deque(group for group in self._groups if group.whole)
 
     def take(self, count: int, match: Match | None) -> Rows:
         taken: list[int] = []
