@@ -67,11 +67,22 @@ class Gathered:
 
 
 class Clock:
-    """A client whose time is taken: ``busy_s`` in calls, ``waiting_s`` in claims that wait for samples."""
+    """A client whose time is taken: in calls, and apart from them in claims that wait for samples."""
 
     def __init__(self, client: DataPlaneClient) -> None:
         self._client = client
-        self.busy_s = self.waiting_s = 0.0
+        self._began, self._busy_s, self._waiting_s = time.perf_counter(), 0.0, 0.0
+
+    def lap(self) -> dict[str, float]:
+        """How long it was since the last lap, and how much of it was the plane's."""
+        now = time.perf_counter()
+        lap = {
+            "seconds": now - self._began,
+            "plane_seconds": self._busy_s,
+            "waiting_seconds": self._waiting_s,
+        }
+        self._began, self._busy_s, self._waiting_s = now, 0.0, 0.0
+        return lap
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._client, name)
@@ -83,9 +94,9 @@ class Clock:
             finally:
                 took = time.perf_counter() - began
                 if name == "claim_meta" and kwargs.get("blocking", True):
-                    self.waiting_s += took
+                    self._waiting_s += took
                 else:
-                    self.busy_s += took
+                    self._busy_s += took
 
         return timed
 
@@ -191,7 +202,6 @@ class Trainer:
 
     def step(self, stop: Stop) -> dict[str, Any] | None:
         """Gather, learn, publish, clear; what the step was like, or None when it was stopped before."""
-        began, busy, waiting = time.perf_counter(), self.clock.busy_s, self.clock.waiting_s
         got = self.gather(stop)
         if not got.rewards:
             return None
@@ -213,9 +223,7 @@ class Trainer:
             "staleness": sum(self.version - 1 - tag["weight_version"] for tag in tags) / max(len(tags), 1),
             "dropped": got.dropped,
             "handed_out_again": got.handed_out_again,
-            "seconds": time.perf_counter() - began,
-            "plane_seconds": self.clock.busy_s - busy,
-            "waiting_seconds": self.clock.waiting_s - waiting,
+            **self.clock.lap(),
         }
 
     def save(self, path: str) -> None:
@@ -240,10 +248,11 @@ def train(
         trainer.restore(checkpoint)
     else:
         trainer.start()
+    trainer.clock.lap()  # what came before is not part of the first step
     while trainer.version < settings.steps and not stop():
         line = trainer.step(stop)
         if line is not None:
-            client.put_samples([f"step-{trainer.version}"], PROGRESS, None, [line])
+            trainer.client.put_samples([f"step-{trainer.version}"], PROGRESS, None, [line])
     trainer.save(checkpoint)
     books = trainer.books
     last = {"done": True, "version": trainer.version, "prompts": books.prompts, "cleared": books.cleared}
