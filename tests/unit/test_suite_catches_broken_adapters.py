@@ -48,7 +48,6 @@ def test_the_check_that_is_meant_for_it_catches(adapter, name):
         broken_adapters.ChecksConditionsWhenWritten,
         broken_adapters.LosesObjects,
         broken_adapters.PadsNestedRows,
-        broken_adapters.RemembersClearedSamples,
     ],
 )
 def test_the_state_machine_catches(adapter):
