@@ -251,3 +251,11 @@ def test_the_bytes_that_move_are_recorded(cluster):
     assert client.transfer_stats.data["bytes_transferred"] == [64, 64]
     client.clear_samples(None, "stats")
     client.close()
+
+
+def test_the_program_in_the_documentation_runs(ray_cluster):
+    text = Path(__file__).parents[2].joinpath("docs", "engines.md").read_text(encoding="utf-8")
+    programs = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert programs
+    for program in programs:
+        exec(compile(program, "docs/engines.md", "exec"), {"__name__": "__main__"})
