@@ -202,18 +202,20 @@ class Job:
     def _watch(self, client: DataPlaneClient, config: Mapping[str, Any]) -> None:
         """Pass on what the trainer reports, and replace workers that were killed, until the trainer ends."""
         chance = random.Random(self.settings.seed)
-        next_kill = time.monotonic() + (self.chaos_s or 0.0)
+        next_kill, steps_at_kill = time.monotonic() + (self.chaos_s or 0.0), len(self.steps)
         while self._last is None and not self._interrupted.is_set():
             self._hear(client, wait_s=0.2)
             for place, worker in enumerate(self.workers):
                 if worker.exit_code is not None and self._last is None:
                     self.workers[place] = self._replace(worker, client, config)
-            if self.chaos_s is not None and time.monotonic() > next_kill:
-                # Only those that have joined: killing what has just been started again stops everything.
-                victims = [worker for worker in self.workers[1:] if worker.name in self._joined]
-                if victims:
-                    chance.choice(victims).kill()
+            # With a step in between, and none that has just been started again: a machine that starts workers
+            # more slowly than we kill them would do nothing else.
+            victims = [worker for worker in self.workers[1:] if worker.name in self._joined]
+            may_kill = victims and len(self.steps) > steps_at_kill and time.monotonic() > next_kill
+            if self.chaos_s is not None and may_kill:
+                chance.choice(victims).kill()
                 next_kill = time.monotonic() + self.chaos_s * chance.uniform(0.5, 1.5)
+                steps_at_kill = len(self.steps)
 
     def _hear(self, client: DataPlaneClient, wait_s: float) -> bool:
         """Take one report of the trainer out of the plane; whether there was one."""
