@@ -182,6 +182,8 @@ def compile_where(where: Mapping[str, Any] | None) -> Condition | None:
         if not isinstance(condition, Mapping):
             tests.append((tag, operator.eq, condition))
             continue
+        if not condition:
+            tests.append((tag, lambda value, operand: True, None))  # the tag must be there, that is all
         for name, operand in condition.items():
             if name not in _OPERATORS:
                 raise InvalidRequestError(

@@ -47,7 +47,9 @@ class Source:
         """
         layout = self.layout
         pairs = []
-        if self.values.is_contiguous():
+        if not layout.values_nbytes:
+            pass
+        elif self.values.is_contiguous():
             source = self.values.view(-1).view(torch.uint8).numpy()
             pairs.append((block[: layout.values_nbytes].numpy(), source))
         else:

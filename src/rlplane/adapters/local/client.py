@@ -478,7 +478,9 @@ class _Reader:
         self.nbytes += end - begin
         if end - begin < _WORTH_MAPPING:
             # In numpy, because torch would use all its threads for a few thousand bytes.
-            return torch.from_numpy(self._read(number)[begin:end].numpy().copy())
+            copy = torch.empty(end - begin, dtype=torch.uint8)
+            np.copyto(copy.numpy(), self._read(number)[begin:end].numpy())
+            return copy
         index, start, _ = self._located.blocks[number]
         private = self._private.get(index)
         if private is None:
