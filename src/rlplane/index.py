@@ -77,10 +77,7 @@ class ControlState:
         partition = self.partition(put.partition_id)
         new = partition.check_put(put)
         if self.capacity is not None and new:
-            if new > self.capacity:
-                raise CapacityError(
-                    f"a put of {new} new samples can never fit into storage_capacity {self.capacity}"
-                )
+            self._refuse_impossible(new, self.capacity)
             # Behind the puts that already wait, or a large one would starve.
             if self._waiting_puts or self.live + new > self.capacity:
                 self._waiting_puts.append(put)
@@ -252,6 +249,11 @@ class ControlState:
             partition.nbytes -= nbytes
             self.freed.append(block)
 
+    @staticmethod
+    def _refuse_impossible(new: int, capacity: int) -> None:
+        if new > capacity:
+            raise CapacityError(f"a put of {new} new samples can never fit into storage_capacity {capacity}")
+
     def _serve(self, partition: Partition) -> None:
         for task in partition.tasks.values():
             if task.waiters:
@@ -263,6 +265,8 @@ class ControlState:
             try:
                 partition = self.partition(put.partition_id)
                 new = partition.check_put(put)
+                # A clear of samples that it was to overwrite may have made it larger than it was.
+                self._refuse_impossible(new, self.capacity or 0)
                 if self.live + new > (self.capacity or 0):
                     return
                 self._waiting_puts.popleft()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlplane.errors import (
     ClaimTimeoutError,
     DataPlaneError,
+    InvalidRequestError,
     MissingDataError,
     UnknownFieldError,
     UnknownTaskError,
@@ -140,7 +141,7 @@ class Partition:
         if spec.group_size != self.spec.group_size:
             if spec.group_size:
                 # Refused before anything changes when a live sample belongs to no group.
-                groups = [group_of(sample_id, self.tags[row]) for sample_id, row in self.rows.items()]
+                groups = [self.groups[row] or group_of(i, self.tags[row]) for i, row in self.rows.items()]
                 for row, group in zip(self.rows.values(), groups, strict=True):
                     self.groups[row] = group
             for task in self.tasks.values():
@@ -164,6 +165,9 @@ class Partition:
                 elif not self.columns.keys() >= set(claim.fields):
                     text = f"one of the fields {claim.fields} was removed by a new registration"
                     gone.append((claim, UnknownFieldError(text)))
+                elif spec.group_size and claim.batch_size % spec.group_size:
+                    text = f"batch_size {claim.batch_size} is not a multiple of the new grpo_group_size"
+                    gone.append((claim, InvalidRequestError(f"{text} {spec.group_size}")))
             refused = [claim for claim, _ in gone]
             task.waiters = [claim for claim in task.waiters if claim not in refused]
             task.queues = {

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.unit.local.list_queues import ListOfGroups, ListOfRows
 
 from rlplane.ready import GroupQueue, ReadyQueue, RowQueue
 
@@ -29,85 +30,6 @@ class Table:
         self._next_serial += len(rows)
         if groups:
             self.groups[rows] = groups
-
-
-class ListOfRows:
-    """Rows in a list: new ones go to the end, returned ones to the front."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def offer(self, rows: list[int], groups: dict[int, str]) -> None:
-        self.rows += [row for row in rows if row not in self.rows]
-
-    def restore(self, rows: list[int], groups: dict[int, str]) -> None:
-        self.rows = rows + self.rows
-
-    def discard(self, rows: list[int], groups: dict[int, str]) -> None:
-        self.rows = [row for row in self.rows if row not in rows]
-
-    def fitting(self, match: set[int] | None) -> list[int]:
-        return [row for row in self.rows if match is None or row in match]
-
-    def take(self, count: int, match: set[int] | None) -> list[int]:
-        taken = self.fitting(match)[:count]
-        self.rows = [row for row in self.rows if row not in taken]
-        return taken
-
-    def waiting(self) -> set[int]:
-        return set(self.rows)
-
-
-class ListOfGroups:
-    """Whole groups in a list, and the members that wait for the others of theirs."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.whole: list[list[int]] = []
-        self.gathering: dict[str, list[int]] = {}
-
-    def offer(self, rows: list[int], groups: dict[int, str]) -> None:
-        for row in rows:
-            if row not in self.waiting():
-                self.whole += self._gather(groups[row], [row])
-
-    def restore(self, rows: list[int], groups: dict[int, str]) -> None:
-        names = dict.fromkeys(groups[row] for row in rows)
-        gathering = [(name, row) for name in names for row in self.gathering.pop(name, [])]
-        # What returns was ready before those who still gather.
-        returned = [(groups[row], row) for row in rows] + gathering
-        self.whole = [group for name, row in returned for group in self._gather(name, [row])] + self.whole
-
-    def discard(self, rows: list[int], groups: dict[int, str]) -> None:
-        for row in rows:
-            name = groups[row]
-            broken = next((group for group in self.whole if row in group), None)
-            if broken is not None:
-                self.whole.remove(broken)
-                left = [other for other in broken if other != row]
-                self.whole += self._gather(name, left + self.gathering.pop(name, []))
-            elif row in self.gathering.get(name, []):
-                self.gathering[name].remove(row)
-
-    def fitting(self, match: set[int] | None) -> list[int]:
-        return [row for group in self.whole if match is None or match >= set(group) for row in group]
-
-    def take(self, count: int, match: set[int] | None) -> list[int]:
-        taken = self.fitting(match)[: count // self.size * self.size]
-        self.whole = [group for group in self.whole if group[0] not in taken]
-        return taken
-
-    def waiting(self) -> set[int]:
-        return {row for group in [*self.whole, *self.gathering.values()] for row in group}
-
-    def _gather(self, name: str, rows: list[int]) -> list[list[int]]:
-        made = []
-        for row in rows:
-            members = self.gathering.setdefault(name, [])
-            members.append(row)
-            if len(members) == self.size:
-                made.append(self.gathering.pop(name))
-        return made
 
 
 row_sets = st.lists(st.integers(0, ROWS - 1), unique=True, max_size=6)
