@@ -249,10 +249,13 @@ def gather_rows(
     first = np.concatenate(([0], breaks))
     last = np.concatenate((breaks - 1, [len(piece) - 1]))
     runs = zip(piece[first].tolist(), start[first].tolist(), stop[last].tolist(), strict=True)
-    slices = [pieces[number][begin:end] for number, begin, end in runs]
-    if private and len(slices) == 1 and slices[0].numel() == pieces[0].numel():
+    if private and len(first) == 1 and stop[-1] - start[0] == pieces[0].numel():
         return pieces[0]
-    joined: Tensor = torch.cat(slices)
+    # Copied by numpy: torch would use threads, which wait for each other on a machine that is busy.
+    arrays = [piece.numpy() for piece in pieces]
+    slices = [arrays[number][begin:end] for number, begin, end in runs]
+    joined = torch.empty(sum(map(len, slices)), dtype=torch.uint8)
+    np.concatenate(slices, out=joined.numpy())
     return joined
 
 
