@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,35 @@ def test_seats_leave_the_planes_of_others_alone(monkeypatch: pytest.MonkeyPatch)
         assert link["controller_address"] not in (None, "shm:///nowhere")
     finally:
         seat.close()
+
+
+def is_gone(path: str) -> bool:
+    deadline = time.monotonic() + 60
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not os.path.exists(path)
+
+
+def test_a_seat_whose_bench_has_died_ends_its_plane() -> None:
+    script = """
+import os
+from rlplane.bench.seat import SeatProcess
+seat = SeatProcess("a seat")
+print(seat.call("open", "rlplane.bench.contestants.plane:PlaneStore", "producer", {})["controller_address"])
+os._exit(1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert is_gone(done.stdout.strip().removeprefix("shm://"))
+
+
+def test_a_seat_that_is_told_to_end_ends_its_server_and_removes_its_files() -> None:
+    seat = SeatProcess("a seat")
+    path = seat.call("open", "rlplane.bench.contestants.redis_store:RedisStore", "producer", {})["path"]
+    assert os.path.exists(path)
+    seat._process.terminate()
+    assert is_gone(os.path.dirname(path))
+    seat.close()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -258,27 +259,34 @@ def _load(path: str) -> Any:
 
 
 def _serve(pipe: Connection[Any, Any]) -> None:
+    """Take commands until ``close``, or until whoever runs the bench has gone; leave nothing behind."""
     seat = Seat()
-    while True:
-        try:
-            command, args = pipe.recv()
-        except EOFError:
-            # Whoever ran the bench has gone: leave nothing behind.
-            seat.close()
-            return
-        try:
-            answer = (True, getattr(seat, command)(*args))
-        except Exception as error:
-            traceback.print_exc()
-            answer = (False, f"{command} failed: {type(error).__name__}: {error}")
-        try:
-            pipe.send(answer)
-        except OSError:
-            seat.close()
-            return
-        if command == "close":
-            return
+    try:
+        while True:
+            try:
+                command, args = pipe.recv()
+                if command == "close":
+                    break
+                pipe.send(_answer(seat, command, args))
+            except (EOFError, OSError):
+                return
+    finally:
+        seat.close()
+    with contextlib.suppress(OSError):
+        pipe.send((True, None))
+
+
+def _answer(seat: Seat, command: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
+    try:
+        return True, getattr(seat, command)(*args)
+    except Exception as error:
+        traceback.print_exc()
+        return False, f"{command} failed: {type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":
+    # Ctrl-C reaches every process of a terminal; the bench's own answer to it is to close the seats.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # As an exception, so that a seat ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _serve(Connection(int(sys.argv[1])))
