@@ -69,15 +69,18 @@ def claim_groups(
     required: list[str],
     most: int,
     *,
+    enough: int = 1,
     where: Mapping[str, Any] | None = None,
-    wait: bool = True,
 ) -> KVBatchMeta:
-    """Whole groups that are ready, at most ``most``. If none is, wait a moment for one; it may not come."""
+    """Whole groups that are ready, at most ``most``. If fewer than ``enough`` are, wait a moment for them."""
     size = settings.group_size
     meta = client.claim_meta(ROLLOUTS, task, required, most * size, blocking=False, where=where)
-    if meta.size or not wait:
+    missing = enough * size - meta.size
+    if missing <= 0:
         return meta
     try:
-        return client.claim_meta(ROLLOUTS, task, required, size, timeout_s=WAIT_S, where=where)
+        return meta.concat(
+            client.claim_meta(ROLLOUTS, task, required, missing, timeout_s=WAIT_S, where=where)
+        )
     except TimeoutError:
         return meta

@@ -155,13 +155,13 @@ class Trainer:
         while trained < s.groups_per_step and len(got.rewards) < enough and not stop():
             # A group that teaches is dropped as too old only once it is scored: before, the log-prob
             # worker may have it in hand, and its late write would bring a cleared sample back.
-            flat = claim_groups(
-                self.client, s, "train", ROLLED_OUT, s.judged_per_step, where=TEACHES_NOTHING, wait=False
-            )
-            old = claim_groups(self.client, s, "train", SCORED, s.judged_per_step, where=stale, wait=False)
+            most = s.judged_per_step
+            flat = claim_groups(self.client, s, "train", ROLLED_OUT, most, enough=0, where=TEACHES_NOTHING)
+            old = claim_groups(self.client, s, "train", SCORED, most, enough=0, where=stale)
             got.dropped[NO_VARIANCE] += self.drop(flat, NO_VARIANCE)
             got.dropped[TOO_OLD] += self.drop(old, TOO_OLD)
-            good = claim_groups(self.client, s, "train", SCORED, s.groups_per_step - trained, where=fresh)
+            missing = s.groups_per_step - trained
+            good = claim_groups(self.client, s, "train", SCORED, missing, enough=missing, where=fresh)
             if good.size:
                 got.batch = good if got.batch is None else got.batch.concat(good)
                 trained += good.size // s.group_size
