@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from rlplane.bench.contestants import COPY, COPY_1, RLPLANE
 from rlplane.bench.results import BenchResult, Series
 from rlplane.bench.table import format_seconds
 
@@ -13,6 +14,7 @@ __all__ = ["svg_plot"]
 
 _OPS = ("put", "get+touch", "scattered+touch", "clear")
 _COLOURS = ("#2563eb", "#9ca3af", "#d1d5db", "#f59e0b", "#fbbf24", "#dc2626", "#059669", "#7c3aed")
+_LIMITS = (COPY, COPY_1)
 _WIDTH, _LEFT, _RIGHT = 960, 150, 110
 _BAR, _GAP, _HEAD = 13, 10, 34
 
@@ -21,7 +23,7 @@ def svg_plot(result: BenchResult) -> str:
     """The times of put, get and clear (medians; the thin line spans the quartiles)."""
     names = [name for name in result.contestants if any(s.contestant == name for s in _shown(result))]
     # rlplane first, in its own colour, whoever else is there.
-    names.sort(key=lambda name: name != "rlplane")
+    names.sort(key=lambda name: name != RLPLANE)
     colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
     body, at = list(_legend(colours)), 70
     for workload, title in result.workloads.items():
@@ -60,7 +62,7 @@ def _panel(
         for op in _OPS
     ]
     # A limit clears nothing; its bar would only stretch the scale.
-    found = [(op, [s for s in group if op != "clear" or s.median > 1e-6]) for op, group in found]
+    found = [(op, [s for s in group if op != "clear" or s.contestant not in _LIMITS]) for op, group in found]
     found = [(op, group) for op, group in found if group]
     if not found:
         return [], 0
