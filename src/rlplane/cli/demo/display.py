@@ -86,8 +86,6 @@ class LiveDisplay:
         table.add_row(*(Text(name, style="dim") for name, _ in figures))
         table.add_row(*(Text(value, style="bold") for _, value in figures))
         parts: list[Any] = [
-            ProgressBar(total=self._total, completed=done),
-            Text(f"step {done} of {self._total}", style="dim"),
             table,
             Text("reward 0 to 1", style="dim"),
             Text(curve([step["reward"] for step in self._steps], 72), style="cyan"),
@@ -96,7 +94,9 @@ class LiveDisplay:
             Text(f"killed {death.worker}; {death.replaced_by} takes its place", style="yellow")
             for death in self._deaths[-3:]
         ]
-        return Panel(Group(*parts), title="asynchronous GRPO through the plane", expand=False, width=80)
+        parts.append(ProgressBar(total=self._total, completed=done, width=76))
+        title = f"asynchronous GRPO through the plane: step {done} of {self._total}"
+        return Panel(Group(*parts), title=title, expand=False, width=80)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
