@@ -87,19 +87,8 @@ def test_a_dead_controller_is_an_error_in_time_and_so_is_a_dead_control_actor(st
             call()
 
 
-class Producer:
-    def __init__(self, client):
-        self.client = client
-
-    def produce(self, partition, name, count):
-        for number in range(count):
-            ids = [f"{name}-{number}-{row}" for row in range(4)]
-            self.client.put_samples(ids, partition, rows(ids, start=number))
-        return count * 4
-
-
-class Consumer:
-    """Claims, computes and writes back. Told to hang, it stops after a claim and never writes."""
+class Worker:
+    """Produces, consumes and clears. Told to hang, it stops after a claim and never writes."""
 
     def __init__(self, client):
         self.client = client
@@ -110,6 +99,11 @@ class Consumer:
 
     def claimed_ids(self):
         return self.claimed
+
+    def produce(self, partition, count):
+        for number in range(count):
+            ids = [f"{number}-{row}" for row in range(4)]
+            self.client.put_samples(ids, partition, rows(ids, start=number))
 
     def consume(self, partition, *, hang=False):
         done = []
@@ -128,29 +122,30 @@ class Consumer:
             done.extend(meta.sample_ids)
         return done
 
+    def clear(self, ids, partition):
+        self.client.clear_samples(ids, partition)
+
 
 def test_actors_work_together_and_the_work_of_those_that_are_killed_is_done_by_others(cluster):
     client = cluster.client()
     partition = f"together-{cluster.backend}"
     client.register_partition(partition, ["x", "y"], 80, ["work"])
-    consumer = ray.remote(Consumer).options(num_cpus=0, max_concurrency=2)
-    hung, cut = consumer.remote(client), consumer.remote(client)
-    producers = [ray.remote(Producer).options(num_cpus=0).remote(client) for _ in range(2)]
-    consumers = [consumer.remote(client) for _ in range(2)]
-    pids = ray.get([actor.pid.remote() for actor in (hung, cut)])
+    worker = ray.remote(Worker).options(num_cpus=0, max_concurrency=2)
+    hung, cut, producer, consumer = (worker.remote(client) for _ in range(4))
+    pid = ray.get(cut.pid.remote())
     for actor in (hung, cut):
         actor.consume.remote(partition, hang=True)
-    written = [p.produce.remote(partition, f"p{n}", 10) for n, p in enumerate(producers)]
+    written = producer.produce.remote(partition, 20)
     taken = []
     for actor in (hung, cut):
         until(lambda actor=actor: ray.get(actor.claimed_ids.remote()))
         taken += ray.get(actor.claimed_ids.remote())
     assert len(set(taken)) == 8
     ray.kill(hung)
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
-    done = [actor.consume.remote(partition) for actor in consumers]
-    assert sum(ray.get(written)) == 80
+    done = [actor.consume.remote(partition) for actor in (producer, consumer)]
+    ray.get(written)
     finished = [sample_id for part in ray.get(done, timeout=240) for sample_id in part]
     # They may have seen everything claimed while the claims of the dead were still theirs.
     until(lambda: _returned(client, partition, taken, finished))
@@ -159,18 +154,15 @@ def test_actors_work_together_and_the_work_of_those_that_are_killed_is_done_by_o
     got = client.get_samples(finished, partition, ["x", "y"])
     assert torch.equal(got["y"], 2 * got["x"])
 
-    actors = [*producers, *consumers]
-    halves = [finished[::2], finished[1::2]]
-    clears = [ray.remote(_clear).options(num_cpus=0).remote(client, half, partition) for half in halves]
+    clears = [
+        producer.clear.remote(finished[::2], partition),
+        consumer.clear.remote(finished[1::2], partition),
+    ]
     ray.get(clears)
     assert client.list_sample_ids(partition) == []
-    for actor in actors:
-        ray.kill(actor)
+    ray.kill(producer)
+    ray.kill(consumer)
     client.close()
-
-
-def _clear(client, ids, partition):
-    client.clear_samples(ids, partition)
 
 
 def _returned(client, partition, taken, finished):
