@@ -47,6 +47,10 @@ def an_outcome(**changes: Any) -> Outcome:
     return Outcome(**{**values, "books": some_books(), "resumable": False, "report": report, **changes})
 
 
+def write_journal(run_dir: Path) -> None:
+    (run_dir / "events.jsonl").write_text("")
+
+
 def test_books_balance_only_when_every_sample_is_accounted_for() -> None:
     assert some_books().balanced
     assert some_books(cleared={"trained": 30}, kept=10).balanced
@@ -67,6 +71,7 @@ def test_the_summary_has_the_share_of_time_that_the_plane_took() -> None:
 
 def test_results_name_every_death_every_drop_and_what_is_missing(tmp_path: Path) -> None:
     death = Death("rollout-0", 77, 1.5, "rollout-0.1", ["p1_g0"])
+    write_journal(tmp_path)
     (tmp_path / "engine.log").write_text("WARNING:x:client 3 died; 8 claimed samples are handed out again\n")
     books = some_books(lost=["p9_g0"], cleared={"trained": 39})
     summary = write_results(an_outcome(deaths=[death], books=books), tmp_path)
@@ -82,6 +87,7 @@ def test_results_name_every_death_every_drop_and_what_is_missing(tmp_path: Path)
 
 
 def test_a_run_without_a_step_has_results_too(tmp_path: Path) -> None:
+    write_journal(tmp_path)
     summary = write_results(an_outcome(state="INTERRUPTED", steps=[], books=None), tmp_path)
     assert summary["steps"] == 0 and summary["books"] is None
     assert "before the trainer had begun" in (tmp_path / "report.txt").read_text()

@@ -109,7 +109,7 @@ def demo(
         write_json("demo", {**summary, "run_dir": str(run_dir)})
     else:
         write_text("\n".join(story(summary)))
-        write_text(f"report: {run_dir}/report.html (also .txt, .json), reward.svg, trace.json for Perfetto")
+        write_text(f"report: {run_dir}/report.html, and .txt, .json, reward.svg, trace.json beside it")
     if outcome.state == "INTERRUPTED":
         note(f"to go on: rlplane demo --resume {run_dir}" if outcome.resumable else "it cannot be resumed")
         return ExitCode.INTERRUPTED

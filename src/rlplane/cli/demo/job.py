@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rlplane import DataPlaneClient, UnsupportedOperationError, build_data_plane_client, load_config
 from rlplane.cli.demo.workers import Worker, start_worker
 from rlplane.cli.outcome import CommandError
-from rlplane.metrics.launcher import AggregatorHandle, start_aggregator
+from rlplane.metrics.launcher import start_aggregator
 from rlplane_examples.grpo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
 
 if TYPE_CHECKING:
@@ -85,19 +85,14 @@ class Outcome:
     report: Report
 
 
-def engine_config(impl: str, backend: str, run_dir: Path, metrics_address: str) -> dict[str, Any]:
+def engine_config(impl: str, backend: str, name: str, metrics_address: str) -> dict[str, Any]:
     """The exemplar of the engine, small enough for any machine, with every operation measured."""
-    observability = {
-        "enabled": True,
-        "metrics_address": metrics_address,
-        "track_partitions": [ROLLOUTS],
-        "sinks": [{"kind": "jsonl", "path": str(run_dir / "records" / "{host}-{pid}.jsonl")}],
-    }
+    observability = {"enabled": True, "metrics_address": metrics_address, "track_partitions": [ROLLOUTS]}
     sizes = {"global_segment_size": 256 << 20, "local_buffer_size": 16 << 20, "storage_capacity": 100_000}
     overrides = {**sizes, "observability": observability, "claim_meta_poll_interval_s": 0.02}
     if impl == "transfer_queue":
         # A plane of its own, also on a Ray where others have theirs.
-        overrides["transfer_queue.namespace"] = f"rlplane-demo-{run_dir.name}"
+        overrides["transfer_queue.namespace"] = f"rlplane-demo-{name}"
     return dict(load_config(EXEMPLARS[impl, backend], overrides))
 
 
@@ -122,7 +117,6 @@ class Job:
         self.workers: list[Worker] = []
         self.steps: list[dict[str, Any]] = []
         self.deaths: list[Death] = []
-        self.aggregator: AggregatorHandle | None = None
         self._joined: set[str] = set()
         self._last: dict[str, Any] | None = None
         self._written_earlier = 0
@@ -136,9 +130,11 @@ class Job:
 
     def run(self) -> Outcome:
         """Start everything, watch it to its end, and end everything, whatever happens."""
-        aggregator = self.aggregator = start_aggregator(out_dir=self.run_dir, drain_timeout_s=10.0)
+        aggregator = self.aggregator = start_aggregator(
+            out_dir=self.run_dir, drain_timeout_s=10.0, jsonl=True
+        )
         try:
-            config = engine_config(self.impl, self.backend, self.run_dir, aggregator.events_address)
+            config = engine_config(self.impl, self.backend, self.run_dir.name, aggregator.events_address)
             with self._start_plane(config) as client, self._ending_workers():
                 self._open_plane(client)
                 self._start_workers(client, config)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rlplane.cli.demo.job import ENGINE_LOG_NAME, Outcome
+from rlplane.cli.trace import trace
 from rlplane.report import render_html, render_text
 from rlplane.report.svg import line_plot
-from rlplane.sinks.trace import write_trace
 
 __all__ = ["mean", "summarise", "write_results"]
 
@@ -69,7 +69,7 @@ def write_results(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
         if found:
             svg = found[0].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
             (run_dir / f"{name}.svg").write_text(svg.replace(">", ">" + _SVG_STYLE, 1))
-    write_trace(sorted((run_dir / "records").glob("*.jsonl*")), run_dir / "trace.json")
+    trace(run_dir, out=run_dir / "trace.json")
     return summary
 
 
