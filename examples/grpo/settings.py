@@ -30,8 +30,8 @@ class Settings:
     """All that may differ between two runs. Every worker gets a copy when it starts."""
 
     seed: int = 0
-    steps: int = 150
-    groups_per_step: int = 32
+    steps: int = 120
+    groups_per_step: int = 64
     group_size: int = 8
     max_staleness: int = 3
     dp_world: int = 1

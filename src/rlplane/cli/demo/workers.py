@@ -188,6 +188,9 @@ class StageActor:
 def _run_alone(order: _Order, stop: Stop) -> None:
     """Join the plane, run the stage, leave the plane."""
     torch.set_num_threads(1)  # the workers have the machine's cores to share
+    if not order["name"].startswith("train"):
+        # Where cores are few, the trainer and the plane go first: rollouts only have to stay ahead of them.
+        os.nice(5)
     with build_data_plane_client(order["config"], bootstrap=False) as client:
         _run_stage(order, client, stop)
 
