@@ -28,6 +28,7 @@ __all__ = ["Assembler", "Layout", "Source", "open_block", "prepare", "stack_obje
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RUNS_WORTH_SLICING = 4
+Bytes = NDArray[np.uint8]
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -40,24 +41,29 @@ class Source:
     values: Tensor
     offsets: Tensor | None
 
-    def copies(self, block: Tensor) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """What has to be copied where, so that ``block``, of ``layout.nbytes``, holds the column.
+    @property
+    def nbytes(self) -> int:
+        """The size of the block."""
+        return self.layout.nbytes
+
+    def copies(self, block: Bytes) -> list[tuple[Bytes, Bytes]]:
+        """What has to be copied where, so that ``block``, of :attr:`nbytes`, holds the column.
 
         A source that is not contiguous is copied at once, because only torch can.
         """
         layout = self.layout
+        size = layout.values_nbytes
         pairs = []
-        if not layout.values_nbytes:
+        if not size:
             pass
         elif self.values.is_contiguous():
-            source = self.values.view(-1).view(torch.uint8).numpy()
-            pairs.append((block[: layout.values_nbytes].numpy(), source))
+            pairs.append((block[:size], self.values.view(-1).view(torch.uint8).numpy()))
         else:
-            open_block(block, layout)[0].copy_(self.values)
+            open_block(torch.from_numpy(block), layout)[0].copy_(self.values)
         if self.offsets is not None:
             at = layout.offsets_at
-            source = self.offsets.contiguous().view(torch.uint8).numpy()
-            pairs.append((block[at : at + 8 * (layout.rows + 1)].numpy(), source))
+            offsets = self.offsets.contiguous().numpy().view(np.uint8)
+            pairs.append((block[at : at + offsets.nbytes], offsets))
         return pairs
 
 
@@ -70,28 +76,29 @@ def prepare(
     if len(fields.batch_size) == 0 and not list(fields.keys()):
         return []
     sources = []
-    for name in fields.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        value = fields.get(name)
-        if isinstance(value, (NonTensorData, NonTensorStack)):
+    for name, value in fields.items():
+        if type(value) is NestedTensor and name not in enums:
+            sources.append(_nested_source(name, value, count))
+        elif isinstance(value, Tensor):
+            if name in enums:
+                raise InvalidRequestError(
+                    f"field {name!r} is declared as an enum of {enums[name]}; give its values as strings"
+                )
+            if value.is_nested:
+                sources.append(_nested_source(name, value, count))
+            else:
+                sources.append(_dense_source(name, value.detach().cpu(), count))
+        elif isinstance(value, (NonTensorData, NonTensorStack)):
             rows = _object_rows(name, value, count)
             if name in enums:
                 sources.append(_enum_source(name, rows, enums[name]))
             else:
                 sources.append(_object_source(name, rows, allow_pickle))
-            continue
-        if not isinstance(value, Tensor):
+        else:
             raise InvalidRequestError(
                 f"field {name!r} is a {type(value).__name__}; a field is a tensor, a nested tensor or "
                 "objects, so flatten a nested TensorDict into fields of its own"
             )
-        if name in enums:
-            raise InvalidRequestError(
-                f"field {name!r} is declared as an enum of {enums[name]}; give its values as strings"
-            )
-        if type(value) is NestedTensor or value.is_nested:
-            sources.append(_nested_source(name, value, count))
-        else:
-            sources.append(_dense_source(name, value.detach().cpu(), count))
     return sources
 
 

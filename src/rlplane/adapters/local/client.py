@@ -35,6 +35,7 @@ from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, remove_if_dead
 from rlplane.adapters.local.requests import (
     Write,
+    as_batch,
     checked_fields,
     fields_to_read,
     lay_out,
@@ -55,7 +56,7 @@ _START_TIMEOUT_S = 60.0
 _DEFAULT_ACK_TIMEOUT_MS = 30_000
 # Below this a copy is cheaper than a mapping of one's own.
 _WORTH_MAPPING = 128 * 1024
-_SPARE_FREE, _SPARE_TAKEN = 0, 1
+_NO_SPARE = 0
 
 
 class ShmDataPlaneClient(DataPlaneClient):
@@ -222,13 +223,20 @@ class ShmDataPlaneClient(DataPlaneClient):
         connection, number = link.connection, located.lease
         lease = Lease(lambda: connection.release(number))
         try:
-            reader = _Reader(link, located, lease, self._allow_pickle)
+            reader = _Reader(link, located, lease)
+            # The reader does not know the assembler: in a cycle, what was read would outlive its reader until
+            # the garbage collector came by.
+            layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
+            assembler = Assembler(
+                layouts, reader.read, reader.own, reader.empty, allow_pickle=self._allow_pickle
+            )
             columns = {
-                name: reader.column(name, place) for name, place in zip(names, located.places, strict=True)
+                name: _column(assembler, name, place)
+                for name, place in zip(names, located.places, strict=True)
             }
         finally:
             lease.done()
-        result = TensorDict(columns, batch_size=[len(ids)])
+        result = as_batch(columns, len(ids))
         if located.blocks:
             nbytes = reader.nbytes
             record = TransferRecord(
@@ -415,7 +423,7 @@ class _Link:
         self._slot = connection.owner % SPARE_SLOTS
         directory = connection.directory
         fd = os.open(directory.spares, os.O_RDWR | os.O_CLOEXEC)
-        self._spares = mmap.mmap(fd, SPARE_SLOTS)
+        self._spares = memoryview(mmap.mmap(fd, 8 * SPARE_SLOTS)).cast("Q")
         os.close(fd)
         self._spare_lock = os.open(directory.client_lock(connection.owner), os.O_RDWR | os.O_CLOEXEC)
 
@@ -435,9 +443,9 @@ class _Link:
             self.spare = None
             fcntl.flock(self._spare_lock, fcntl.LOCK_EX)
             try:
-                if self._spares[self._slot] != _SPARE_FREE:
+                if self._spares[self._slot] != spare.number:
                     return None
-                self._spares[self._slot] = _SPARE_TAKEN
+                self._spares[self._slot] = _NO_SPARE
                 return spare
             finally:
                 fcntl.flock(self._spare_lock, fcntl.LOCK_UN)
@@ -449,37 +457,28 @@ class _Link:
 
 
 class _Reader:
-    """The columns of one read."""
+    """Where the columns of one read get their bytes from."""
 
-    def __init__(self, link: _Link, located: wire.Located, lease: Lease, allow_pickle: bool) -> None:
+    def __init__(self, link: _Link, located: wire.Located, lease: Lease) -> None:
         self._segments, self._scratch = link.segments, link.scratch
         self._located, self._lease = located, lease
-        layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
-        self._assembler = Assembler(layouts, self._read, self._own, self._empty, allow_pickle=allow_pickle)
         self._shared: dict[int, Tensor] = {}
         self._private: dict[int, Tensor] = {}
         self.nbytes = 0
 
-    def column(self, name: str, place: wire.Place) -> Any:
-        if place.blocks is None and place.count:
-            return self._assembler.neighbours(name, place.block, place.start, place.start + place.count)
-        blocks = np.frombuffer(place.blocks or b"", np.int64)
-        positions = np.frombuffer(place.positions or b"", np.int32)
-        return self._assembler.column(name, blocks, positions)
-
-    def _read(self, number: int) -> Tensor:
+    def read(self, number: int) -> Tensor:
         index, start, layout = self._located.blocks[number]
         shared = self._shared.get(index)
         if shared is None:
             shared = self._shared[index] = self._segments.view(self._located.extents[index])
         return shared[start : start + layout.nbytes]
 
-    def _own(self, number: int, begin: int, end: int) -> Tensor:
+    def own(self, number: int, begin: int, end: int) -> Tensor:
         self.nbytes += end - begin
         if end - begin < _WORTH_MAPPING:
             # In numpy, because torch would use all its threads for a few thousand bytes.
             copy = torch.empty(end - begin, dtype=torch.uint8)
-            np.copyto(copy.numpy(), self._read(number)[begin:end].numpy())
+            np.copyto(copy.numpy(), self.read(number)[begin:end].numpy())
             return copy
         index, start, _ = self._located.blocks[number]
         private = self._private.get(index)
@@ -487,9 +486,17 @@ class _Reader:
             private = self._private[index] = self._segments.private(self._located.extents[index], self._lease)
         return private[start + begin : start + end]
 
-    def _empty(self, nbytes: int) -> Tensor:
+    def empty(self, nbytes: int) -> Tensor:
         self.nbytes += nbytes
         return self._scratch.empty(nbytes)
+
+
+def _column(assembler: Assembler, name: str, place: wire.Place) -> Any:
+    if place.blocks is None and place.count:
+        return assembler.neighbours(name, place.block, place.start, place.start + place.count)
+    blocks = np.frombuffer(place.blocks or b"", np.int64)
+    positions = np.frombuffer(place.positions or b"", np.int32)
+    return assembler.column(name, blocks, positions)
 
 
 _scratch = ScratchPool()
@@ -511,9 +518,10 @@ def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int,
 def _fill(memory: Tensor, write: Write) -> None:
     pairs = []
     start = 0
+    target = memory.numpy()
     for source in write.sources:
-        stop = start + source.layout.nbytes
-        pairs += source.copies(memory[start:stop])
+        stop = start + source.nbytes
+        pairs += source.copies(target[start:stop])
         start = stop
     copy_all(pairs)
 

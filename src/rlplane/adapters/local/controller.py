@@ -36,6 +36,7 @@ __all__ = ["Caller", "Controller", "StaleSpecError"]
 logger = logging.getLogger(__name__)
 
 IDLE_SEGMENT_S = 10.0
+_SOCKETS_REMEMBERED = 1024
 
 
 class StaleSpecError(DataPlaneError):
@@ -69,12 +70,19 @@ class _Owner:
         self.reserved: dict[int, Extent] = {}
         self.spare: Extent | None = None
         self.leases: dict[int, list[int]] = {}
-        # The last claim that was answered, per request, so that one that was interrupted can be undone.
-        self.claims: dict[bytes, tuple[int, str, str, list[str]]] = {}
+        # What the last request of each of its sockets was given, so that one that was interrupted can be
+        # undone: the request's number, and an extent, a lease, or a claim (partition, task, ids).
+        self.given: dict[bytes, tuple[int, Extent | int | tuple[str, str, list[str]]]] = {}
+
+    def give(self, caller: Caller, what: Extent | int | tuple[str, str, list[str]]) -> None:
+        self.given[caller.address] = (caller.number, what)
+        if len(self.given) > _SOCKETS_REMEMBERED:
+            del self.given[next(iter(self.given))]
 
 
 class Controller:
-    """One plane. ``send(caller, answer)`` delivers; ``revoke(owner)`` tries to take a spare back."""
+    """One plane. ``send(caller, answer)`` delivers; ``grant(owner, number)`` lets a client take that extent
+    as its spare, and ``revoke(owner)`` tries to take it back."""
 
     def __init__(
         self,
@@ -82,7 +90,7 @@ class Controller:
         arena: Arena,
         send: Callable[[Caller, wire.Answer], None],
         revoke: Callable[[int], bool],
-        grant: Callable[[int], None],
+        grant: Callable[[int, int], None],
     ) -> None:
         self.state = ControlState(capacity)
         self.arena = arena
@@ -153,6 +161,9 @@ class Controller:
                 error = CapacityError(f"the controller cannot make shared memory: {error}")
             self._send(caller, wire.failure_of(error))
         self.settle()
+        if self._waiting_room:
+            # A commit gives back what it does not use, and all of it when it fails.
+            self._retry_room()
 
     def _serve(self, caller: Caller, held: _Owner, request: wire.Request) -> wire.Answer | None:
         match request:
@@ -161,7 +172,7 @@ class Controller:
             case wire.ClaimRequest():
                 return self._claim(caller, held, request)
             case wire.Locate():
-                return self._locate(held, request)
+                return self._locate(caller, held, request)
             case wire.Clear(partition_id, ids):
                 if ids is None:
                     return wire.Done(self.state.clear_written_by(partition_id, caller.owner))
@@ -169,10 +180,9 @@ class Controller:
             case wire.Reserve():
                 return self._reserve(caller, held, request)
             case wire.Unreserve(number):
-                extent = held.reserved.pop(number, None)
+                extent = self._reserved(held, number)
                 if extent is not None:
                     self.arena.free(extent, self.now)
-                    self._retry_room()
                 return wire.Done()
             case wire.Describe(partition_id):
                 partition = self.state.partition(partition_id)
@@ -190,7 +200,7 @@ class Controller:
                 self._abandon(caller, held, number)
                 return None
             case wire.Freeze():
-                return self._freeze(held)
+                return self._freeze(caller, held)
             case wire.Restore():
                 return self._restore(held, request)
             case _:
@@ -233,19 +243,20 @@ class Controller:
             self._set_deadline(caller, request.timeout_s)
             return None
         held.reserved[extent.number] = extent
+        held.give(caller, extent)
         return wire.Reserved(extent)
 
     def _allocate(self, nbytes: int, owner: int) -> Extent | None:
         extent = self.arena.allocate(nbytes, owner, self.now)
-        if extent is None and self._reclaim_spares(owner):
+        if extent is None and self._reclaim_spares():
             extent = self.arena.allocate(nbytes, owner, self.now)
         return extent
 
-    def _reclaim_spares(self, owner: int) -> bool:
+    def _reclaim_spares(self) -> bool:
         """Take back what clients hold for a next put that they may never make."""
         reclaimed = False
-        for other, held in self._owners.items():
-            if other != owner and held.spare is not None and self._revoke(other):
+        for owner, held in self._owners.items():
+            if held.spare is not None and self._revoke(owner):
                 self.arena.free(held.spare, self.now)
                 held.spare = None
                 reclaimed = True
@@ -268,7 +279,7 @@ class Controller:
         except OSError:
             return None
         if held.spare is not None:
-            self._grant(caller.owner)
+            self._grant(caller.owner, held.spare.number)
         return held.spare
 
     def _retry_room(self) -> None:
@@ -286,6 +297,7 @@ class Controller:
                 return
             self._waiting_room.popleft()
             held.reserved[extent.number] = extent
+            held.give(room.caller, extent)
             self._send(room.caller, wire.Reserved(extent))
 
     def _commit(self, caller: Caller, held: _Owner, request: wire.Commit) -> wire.Answer | None:
@@ -319,15 +331,20 @@ class Controller:
             if request.layouts:
                 raise InvalidRequestError("a commit with fields needs the extent that they are in")
             return None
-        extent = held.reserved.pop(request.extent, None)
-        if extent is None and held.spare is not None and held.spare.number == request.extent:
-            extent, held.spare = held.spare, None
+        extent = self._reserved(held, request.extent)
         if extent is None:
             raise InvalidRequestError(f"extent {request.extent} is not reserved for this client")
         if not 0 < request.used <= extent.size:
             self.arena.free(extent, self.now)
             raise InvalidRequestError(f"{request.used} bytes do not fit into an extent of {extent.size}")
         return self.arena.shrink(extent, request.used)
+
+    def _reserved(self, held: _Owner, number: int) -> Extent | None:
+        """Take an extent from what a client has reserved, or its spare, which it has taken without asking."""
+        extent = held.reserved.pop(number, None)
+        if extent is None and held.spare is not None and held.spare.number == number:
+            extent, held.spare = held.spare, None
+        return extent
 
     def _add_blocks(self, extent: Extent | None, request: wire.Commit) -> dict[str, int]:
         if len(request.fields) != len(request.layouts) or len(set(request.fields)) != len(request.fields):
@@ -395,7 +412,7 @@ class Controller:
     def _claimed(self, caller: Caller, batch: Batch) -> wire.Claimed:
         held = self._owners.get(caller.owner)
         if held is not None and caller.claim is not None:
-            held.claims[caller.address] = (caller.number, *caller.claim, batch.ids)
+            held.give(caller, (*caller.claim, batch.ids))
         return wire.Claimed(batch.ids, batch.tags)
 
     def _abandon(self, caller: Caller, held: _Owner, number: int) -> None:
@@ -404,12 +421,18 @@ class Controller:
                 if self.state.give_up(waiting) is not None and waiting.extent is not None:
                     self._forget_blocks(waiting.extent)
                 self._waiting_room = deque(r for r in self._waiting_room if r.caller is not waiting)
-        answered = held.claims.pop(caller.address, None)
-        if answered is not None and answered[0] == number:
-            _, partition_id, task, ids = answered
-            self.state.unclaim(partition_id, task, ids)
+        answered, what = held.given.pop(caller.address, (0, None))
+        if answered != number:
+            return
+        if isinstance(what, Extent):
+            if held.reserved.pop(what.number, None) is not None:
+                self.arena.free(what, self.now)
+        elif isinstance(what, int):
+            self.release(caller.owner, what)
+        elif what is not None and what[0] in self.state.partitions:
+            self.state.unclaim(*what)
 
-    def _locate(self, held: _Owner, request: wire.Locate) -> wire.Located:
+    def _locate(self, caller: Caller, held: _Owner, request: wire.Locate) -> wire.Located:
         found = self.state.locate(request.partition_id, request.ids, request.fields)
         places = []
         used: dict[int, None] = {}
@@ -418,6 +441,7 @@ class Controller:
             places.append(place)
             used.update(dict.fromkeys(numbers))
         lease, extents, located = self._lease(held, list(used))
+        held.give(caller, lease)
         return wire.Located(lease, extents, located, places)
 
     def _lease(
@@ -453,14 +477,20 @@ class Controller:
 
     # Checkpoints
 
-    def _freeze(self, held: _Owner) -> wire.Frozen:
+    def _freeze(self, caller: Caller, held: _Owner) -> wire.Frozen:
         lease, extents, located = self._lease(held, list(self.state.blocks()))
+        held.give(caller, lease)
         return wire.Frozen(lease, dump_state(self.state), extents, located)
 
     def _restore(self, held: _Owner, request: wire.Restore) -> wire.Done:
         missing = [number for number in request.extents if number not in held.reserved]
         if missing:
             raise InvalidRequestError(f"extents {missing[:3]} are not reserved for this client")
+        for number, (home, start, layout) in request.blocks.items():
+            if home not in request.extents:
+                raise InvalidRequestError(f"block {number} is in extent {home}, which is not of this restore")
+            if start < 0 or start + layout.nbytes > held.reserved[home].size:
+                raise InvalidRequestError(f"block {number} does not fit into extent {home}")
         numbers = {}
         for number in request.blocks:
             numbers[number] = self._next_block
@@ -475,14 +505,25 @@ class Controller:
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise CheckpointError(f"the checkpoint's control state cannot be used: {error}") from error
+        if restored.blocks().keys() != set(numbers.values()):
+            raise CheckpointError("the checkpoint has blocks that its control state does not refer to")
+        # Clients that know a partition as it was before must notice that it is another one.
+        latest = max((partition.version for partition in self.state.partitions.values()), default=0)
+        for partition in restored.partitions.values():
+            partition.version = latest + 1
         self.state.abort(PlaneConnectionError("the plane was replaced by a checkpoint"))
         self.settle()
         old = list(self._blocks)
         for number in request.extents:
             extent = held.reserved.pop(number)
-            used = max(start + lay.nbytes for home, start, lay in request.blocks.values() if home == number)
-            self._extents[number] = self.arena.shrink(extent, used)
-            self._extent_refs[number] = sum(home == number for home, _, _ in request.blocks.values())
+            ends = [
+                start + layout.nbytes for home, start, layout in request.blocks.values() if home == number
+            ]
+            if not ends:
+                self.arena.free(extent, self.now)
+                continue
+            self._extents[number] = self.arena.shrink(extent, max(ends))
+            self._extent_refs[number] = len(ends)
         for number, (home, start, layout) in request.blocks.items():
             self._blocks[numbers[number]] = (home, start, layout)
         self.state = restored
@@ -519,6 +560,7 @@ class Controller:
             if error is not None:
                 self._answer(caller, error)
             self.settle()
+            self._retry_room()
         # Requests that were answered in time are still in the heap; drop them before it grows.
         if len(self._deadlines) > 1024 + 4 * len(self._waiting_room):
             parked = {room.caller for room in self._waiting_room} | set(self.state.parked())

@@ -219,12 +219,18 @@ class ScratchPool:
             return best
 
     def _give(self, address: int, size: int) -> None:
+        drop = [(address, size)]
         with self._lock:
-            if self._kept + size <= self._keep and self._pid == os.getpid():
+            if size <= self._keep and self._pid == os.getpid():
+                # The oldest go first, or sizes that nobody asks for any more would fill the pool for ever.
+                drop = []
+                while self._kept + size > self._keep:
+                    drop.append(self._free.pop(0))
+                    self._kept -= drop[-1][1]
                 self._free.append((address, size))
                 self._kept += size
-                return
-        _libc.munmap(address, size)
+        for old_address, old_size in drop:
+            _libc.munmap(old_address, old_size)
 
 
 def _map(size: int, flags: int, fd: int, offset: int) -> int:

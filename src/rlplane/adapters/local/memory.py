@@ -22,6 +22,7 @@ from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.copying import copy_all
 from rlplane.adapters.local.requests import (
     Write,
+    as_batch,
     checked_fields,
     fields_to_read,
     lay_out,
@@ -170,7 +171,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
             copy_all(
                 pair
                 for source, (_, block) in zip(write.sources, filled, strict=True)
-                for pair in source.copies(block)
+                for pair in source.copies(block.numpy())
             )
             with plane.lock:
                 numbers = list(range(plane.next_block, plane.next_block + len(filled)))
@@ -261,7 +262,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
             allow_pickle=self._allow_pickle,
         )
         columns = {name: assembler.column(name, *places[name]) for name in names}
-        return TensorDict(columns, batch_size=[len(ids)])
+        return as_batch(columns, len(ids))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
         plane = self._open()

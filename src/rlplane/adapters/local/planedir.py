@@ -45,7 +45,7 @@ class PlaneDir:
         info = {"pid": os.getpid(), "started": time.time()}
         (hidden / "plane.json").write_text(json.dumps(info))
         os.close(os.open(hidden / "spares", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        os.truncate(hidden / "spares", SPARE_SLOTS)
+        os.truncate(hidden / "spares", 8 * SPARE_SLOTS)
         hidden.rename(base / name)
         return cls(base / name, lock_fd)
 
@@ -79,7 +79,7 @@ class PlaneDir:
 
     @property
     def spares(self) -> str:
-        """A byte per client that says what became of its spare extent."""
+        """A number per client: the extent that it may take as its spare, or 0."""
         return str(self.path / "spares")
 
     def segment(self, number: int) -> str:
@@ -87,7 +87,7 @@ class PlaneDir:
         return str(self.path / f"segment-{number}")
 
     def client_lock(self, owner: int) -> str:
-        """The file whose lock guards a client's byte in ``spares``."""
+        """The file whose lock guards a client's number in ``spares``."""
         return str(self.path / f"client-{owner}")
 
     def remove(self) -> None:

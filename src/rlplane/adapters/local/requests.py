@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 
 from rlplane.adapters.local.blocks import Source, prepare
@@ -16,7 +17,15 @@ from rlplane.interfaces import KVBatchMeta
 from rlplane.objects import open_tags, plain_tags
 from rlplane.rules import PartitionSpec, check_ids, check_names
 
-__all__ = ["Write", "fields_to_read", "lay_out", "meta_of_batch", "warn_undeclared"]
+__all__ = [
+    "Write",
+    "as_batch",
+    "checked_fields",
+    "fields_to_read",
+    "lay_out",
+    "meta_of_batch",
+    "warn_undeclared",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,15 @@ def checked_fields(select_fields: Sequence[str]) -> list[str]:
     if not names:
         raise InvalidRequestError("select_fields is empty; name the fields to read")
     return names
+
+
+def as_batch(columns: dict[str, Any], count: int) -> TensorDict:
+    """The columns of a read as a TensorDict.
+
+    Its constructor asks every nested tensor for its shape, which takes longer than reading it. What it would
+    check, that every column has ``count`` rows, is known here.
+    """
+    return TensorDict._new_unsafe(columns, batch_size=torch.Size([count]))
 
 
 def warn_undeclared(spec: PartitionSpec, names: Sequence[str], warned: set[tuple[str, str]]) -> None:

@@ -44,7 +44,7 @@ _LEASE = struct.Struct("<Q")
 MAGIC = b"rlp1"
 BYE = b"bye"
 _BOOTSTRAP_MUST_CONNECT_S = 30.0
-_SPARE_FREE, _SPARE_TAKEN, _SPARE_REVOKED = 0, 1, 2
+_NO_SPARE = 0
 
 
 class Server:
@@ -83,7 +83,7 @@ class Server:
         self._next_owner = 0
         self._locks: dict[int, int] = {}
         spares = os.open(self.dir.spares, os.O_RDWR | os.O_CLOEXEC)
-        self._spares = mmap.mmap(spares, SPARE_SLOTS)
+        self._spares = memoryview(mmap.mmap(spares, 8 * SPARE_SLOTS)).cast("Q")
         os.close(spares)
         self._encoder = msgspec.msgpack.Encoder()
         self._stopping = False
@@ -225,7 +225,7 @@ class Server:
         owner, self._next_owner = self._next_owner, self._next_owner + 1
         lock = os.open(self.dir.client_lock(owner), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._locks[owner] = lock
-        self._spares[owner % SPARE_SLOTS] = _SPARE_REVOKED
+        self._spares[owner % SPARE_SLOTS] = _NO_SPARE
         if is_bootstrap:
             self._bootstrap, self._bootstrap_deadline = owner, None
         self.controller.connect(owner)
@@ -253,8 +253,9 @@ class Server:
 
     # Spare extents: a client may take its spare without asking, the controller may take it back.
 
-    def _grant(self, owner: int) -> None:
-        self._spares[owner % SPARE_SLOTS] = _SPARE_FREE
+    def _grant(self, owner: int, number: int) -> None:
+        # By its number, because a thread of the client may still think of one that was revoked.
+        self._spares[owner % SPARE_SLOTS] = number
 
     def _revoke(self, owner: int) -> bool:
         lock = self._locks.get(owner)
@@ -265,9 +266,9 @@ class Server:
         except OSError:
             return False
         try:
-            if self._spares[owner % SPARE_SLOTS] != _SPARE_FREE:
+            if self._spares[owner % SPARE_SLOTS] == _NO_SPARE:
                 return False
-            self._spares[owner % SPARE_SLOTS] = _SPARE_REVOKED
+            self._spares[owner % SPARE_SLOTS] = _NO_SPARE
             return True
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)
