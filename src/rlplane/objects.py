@@ -28,10 +28,12 @@ _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 def encode_objects(values: Sequence[Any], *, field: str, allow_pickle: bool = False) -> list[bytes]:
     """Encode one object per row; ``field`` is named in the error if one may not travel."""
-    if not set(map(type, values)) <= _ATOMS:
-        values = [_sealed(value, f"field {field!r}", allow_pickle) for value in values]
     try:
+        if not set(map(type, values)) <= _ATOMS:
+            values = [_sealed(value, f"field {field!r}", allow_pickle) for value in values]
         return [_encoder.encode(value) for value in values]
+    except RecursionError as error:
+        raise UnsupportedValueError(f"field {field!r} holds a value that is nested too deeply") from error
     except (OverflowError, UnicodeEncodeError) as error:
         raise UnsupportedValueError(f"field {field!r} holds a value that cannot travel: {error}") from error
 
@@ -60,7 +62,7 @@ def plain_tags(tags: Sequence[dict[str, Any]], *, allow_pickle: bool = False) ->
         except (OverflowError, UnicodeEncodeError):
             pass  # the way below finds out which one it is
     return [
-        {name: _sealed(_scalar(value), f"tag {name!r}", allow_pickle) for name, value in tag.items()}
+        {_tag_name(name): _sealed_tag(name, value, allow_pickle) for name, value in tag.items()}
         for tag in tags
     ]
 
@@ -84,6 +86,19 @@ def decode_tags(data: bytes | memoryview) -> list[dict[str, Any]]:
     return _sealed_tags_decoder.decode(data)
 
 
+def _tag_name(name: str) -> str:
+    if not _is_encodable(name):
+        raise InvalidRequestError(f"a tag's name is valid Unicode, not {name!r}")
+    return name
+
+
+def _sealed_tag(name: str, value: Any, allow_pickle: bool) -> Any:
+    try:
+        return _sealed(_scalar(value), f"tag {name!r}", allow_pickle)
+    except RecursionError as error:
+        raise UnsupportedValueError(f"tag {name!r} holds a value that is nested too deeply") from error
+
+
 def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
     kind = type(value)
     if kind in _ATOMS:
@@ -95,9 +110,10 @@ def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
     if kind is list or kind is tuple:
         return [_sealed(item, where, allow_pickle) for item in value]
     if kind is dict:
-        if all(type(key) is str for key in value):
+        if all(type(key) is str and _is_encodable(key) for key in value):
             return {key: _sealed(item, where, allow_pickle) for key, item in value.items()}
-    elif isinstance(value, np.generic) and not isinstance(value, np.void):
+    elif isinstance(value, np.generic) and value.dtype.kind in "biufSU" and type(value.item()) in _ATOMS:
+        # Not dates, which would come back as numbers, nor long doubles, which Python does not have.
         return _sealed(value.item(), where, allow_pickle)
     elif kind is np.ndarray and value.dtype.kind in "biufcSU":
         # newbyteorder-aware: dtype.str carries the byte order, so big-endian arrays survive too.
@@ -108,14 +124,15 @@ def _sealed(value: Any, where: str, allow_pickle: bool) -> Any:
             return Ext(_PICKLE, pickle.dumps(value, protocol=5))
         except Exception as error:
             raise UnsupportedValueError(f"{where} holds an object that cannot be pickled: {error}") from error
-    detail = (
-        "a dict with keys that are not strings"
-        if kind is dict
-        else f"a {kind.__module__}.{kind.__qualname__}"
-    )
+    if kind is dict:
+        detail = "a dict with keys that are not strings of valid Unicode"
+    elif kind is np.ndarray:
+        detail = f"a numpy array of dtype {value.dtype}"
+    else:
+        detail = f"a {kind.__module__}.{kind.__qualname__}"
     raise UnsupportedValueError(
         f"{where} holds {detail}; objects may be None, bool, int, float, str, bytes, list, dict with string "
-        "keys and numpy arrays, or anything that pickles with allow_pickle: true in the config"
+        "keys and numpy arrays of numbers or text, or, with allow_pickle: true in the config, what pickles"
     )
 
 
@@ -129,9 +146,11 @@ def _is_encodable(text: str) -> bool:
 
 def _scalar(value: Any) -> Any:
     """A 0-d array or tensor in a tag stands for its value, so that conditions can compare it."""
-    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return value.item()
-    return value
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value[()]
+    if isinstance(value, np.generic) or getattr(value, "ndim", None) != 0:
+        return value
+    return value.item() if callable(getattr(value, "item", None)) else value
 
 
 def _are_atoms(tags: Sequence[dict[str, Any]]) -> bool:
