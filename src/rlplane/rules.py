@@ -22,6 +22,7 @@ __all__ = [
     "check_claim",
     "check_ids",
     "check_names",
+    "check_timeout",
     "compile_where",
     "group_of",
 ]
@@ -52,6 +53,8 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Build a spec from the arguments of ``register_partition``, or say what is wrong with them."""
         if not isinstance(partition_id, str) or not partition_id:
             raise InvalidRequestError(f"partition_id must be a non-empty string, not {partition_id!r}")
+        if _not_unicode([partition_id]):
+            raise InvalidRequestError(f"partition_id is not valid Unicode: {partition_id!r}")
         field_names = check_names("fields", fields)
         tasks = check_names("consumer_tasks", consumer_tasks)
         if type(num_samples) is not int or num_samples < 0:
@@ -61,6 +64,8 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"grpo_group_size must be an integer of at least 1, or None, not {grpo_group_size!r}"
             )
         vocabularies = {}
+        if not isinstance(enums or {}, Mapping):
+            raise InvalidRequestError(f"enums must map fields to lists of strings, not {enums!r:.80}")
         for name, values in (enums or {}).items():
             if name not in field_names:
                 raise InvalidRequestError(
@@ -83,9 +88,12 @@ def check_names(what: str, names: Sequence[str], *, empty_name: bool = False) ->
         raise InvalidRequestError(f"{what} must be a list of strings, not {names!r:.80}")
     for name in names:
         if not isinstance(name, str) or not (name or empty_name):
-            raise InvalidRequestError(f"{what} must hold non-empty strings, not {name!r}")
+            kind = "strings" if empty_name else "non-empty strings"
+            raise InvalidRequestError(f"{what} must hold {kind}, not {name!r}")
     if len(set(names)) != len(names):
         raise InvalidRequestError(f"{what} names {_first_duplicate(names)!r} twice")
+    if bad := _not_unicode(names):
+        raise InvalidRequestError(f"{what} holds {bad!r}, which is not valid Unicode")
     return list(names)
 
 
@@ -99,6 +107,8 @@ def check_ids(sample_ids: Sequence[str], *, distinct: bool = True) -> list[str]:
         raise InvalidRequestError(f"a sample id is a non-empty string, not {bad!r}")
     if distinct and len(set(ids)) != len(ids):
         raise InvalidRequestError(f"sample id {_first_duplicate(ids)!r} is given twice in one call")
+    if wrong := _not_unicode(ids):
+        raise InvalidRequestError(f"sample id {wrong!r} is not valid Unicode")
     return ids
 
 
@@ -171,10 +181,12 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 
 def compile_where(where: Mapping[str, Any] | None) -> Condition | None:
     """Turn ``where`` into a function of a sample's tags; None when there is no condition."""
-    if not where:
+    if where is None:
         return None
     if not isinstance(where, Mapping):
         raise InvalidRequestError(f"where must map tags to conditions, not {where!r:.80}")
+    if not where:
+        return None
     tests: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
     for tag, condition in where.items():
         if not isinstance(tag, str):
@@ -205,6 +217,15 @@ def compile_where(where: Mapping[str, Any] | None) -> Condition | None:
         return True
 
     return matches
+
+
+def _not_unicode(texts: Sequence[str]) -> str | None:
+    """The first text with half of a surrogate pair in it, which neither the wire nor a file can have."""
+    try:
+        "".join(texts).encode()
+        return None
+    except UnicodeEncodeError:
+        return next(text for text in texts if any("\ud800" <= letter <= "\udfff" for letter in text))
 
 
 def _first_duplicate(names: Sequence[str]) -> str:
