@@ -1,4 +1,4 @@
-"""What a request may say: every rule with a value that is right, one that is wrong, and what is said of it."""
+"""What a request may say: each rule with values that are right, values that are wrong, and the message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_registration_becomes_a_spec_that_survives_the_wire_and_shares_nothing
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"fields": []}, {"consumer_tasks": []}, {"num_samples": 0}, {"enums": None}]
+    "changes", [{}, {"fields": [], "enums": {}}, {"consumer_tasks": []}, {"num_samples": 0}, {"enums": None}]
 )
 def test_what_a_registration_may_leave_empty(changes: dict[str, Any]) -> None:
     assert PartitionSpec.checked(**(RIGHT | changes))
