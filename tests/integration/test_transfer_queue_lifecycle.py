@@ -108,7 +108,8 @@ time.sleep(600)
 
 
 def test_a_bootstrap_process_that_is_killed_takes_its_plane_and_mooncake_with_it(ray_cluster):
-    config = small(**{"transfer_queue.ray_address": ray_cluster, "transfer_queue.namespace": "killed"})
+    # controller_address is that of the Ray cluster which the controller is on.
+    config = small(**{"controller_address": ray_cluster, "transfer_queue.namespace": "killed"})
     process = subprocess.Popen(
         [sys.executable, "-c", BOOTSTRAP_AND_WAIT, json.dumps(config)], stdout=subprocess.PIPE, text=True
     )

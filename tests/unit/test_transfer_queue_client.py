@@ -66,6 +66,13 @@ def test_a_claim_that_is_interrupted_is_taken_back(make, monkeypatch):
     assert asked == ["claim", "cancel_claim"]
 
 
+def test_a_claim_ends_when_its_client_is_closed_under_it(make, monkeypatch):
+    made, _ = make(lambda method, *args: None)
+    monkeypatch.setattr(client.time, "sleep", lambda pause: setattr(made, "_closed", True))
+    with pytest.raises(ClientClosedError):
+        made.claim_meta("p", "t", ["x"], 1)
+
+
 def test_an_error_of_the_control_actor_ends_a_waiting_claim(make):
     def answer(method, *args):
         if method == "poll":

@@ -218,6 +218,17 @@ def test_what_an_interrupted_claim_was_given_goes_to_the_next_one(make):
     assert claim(plane, 1)[0] == ["a"]
 
 
+def test_a_client_that_leaves_while_it_waits_is_given_nothing_more(make):
+    plane, _ = make()
+    claim(plane, 1, owner=5, token="answered", blocking=True)
+    claim(plane, 2, owner=5, token="waiting", blocking=True)
+    put(plane, "a")
+    plane.leave(5)
+    put(plane, "bc", token="u")
+    assert claim(plane, 9)[0] == ["a", "b", "c"]
+    assert plane.poll("answered") is None and plane.poll("waiting") is None
+
+
 def test_a_client_that_dies_leaves_no_writes_and_gives_its_claims_back(make):
     plane, store = make(client_timeout_s=0.05, listen_ip="127.0.0.1")
     owner, address = plane.join()

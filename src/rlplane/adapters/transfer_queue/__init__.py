@@ -2,6 +2,8 @@
 
     client.py       TQDataPlaneClient: reserve, store, commit; locate, fetch, assemble
     control.py      the control state behind one Ray actor, and the garbage it collects
+    writes.py       what is known about a write: to its writer, to readers, in a checkpoint
+    checkpoint.py   TransferQueue's dump, with the control state beside it
     liveness.py     how the control actor notices that a client has died
     plane.py        starting, finding and ending the actors; the only file that starts Ray
     storage.py      bytes in and out of TransferQueue's units, or of Mooncake

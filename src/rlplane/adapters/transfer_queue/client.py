@@ -20,7 +20,6 @@ import numpy as np
 from tensordict import TensorDict
 
 from rlplane.adapters.transfer_queue.checkpoint import load_checkpoint, save_checkpoint
-from rlplane.adapters.transfer_queue.control import Location, Reservation, Write
 from rlplane.adapters.transfer_queue.liveness import Lifeline
 from rlplane.adapters.transfer_queue.plane import (
     Plane,
@@ -43,6 +42,7 @@ from rlplane.adapters.transfer_queue.wire import (
     join_layouts,
     rows_per_chunk,
 )
+from rlplane.adapters.transfer_queue.writes import Location, Reservation, Write
 from rlplane.errors import (
     ClientClosedError,
     DataPlaneError,
@@ -147,6 +147,7 @@ class TQDataPlaneClient(DataPlaneClient):
                     break
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, self._poll_s)
+                self._check_open()
                 answer = self._ask("poll", token)
         except BaseException as error:
             if not isinstance(error, DataPlaneError):

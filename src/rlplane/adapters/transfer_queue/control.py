@@ -20,63 +20,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rlplane.adapters.transfer_queue.liveness import Watcher
 from rlplane.adapters.transfer_queue.wire import Layout
+from rlplane.adapters.transfer_queue.writes import Frozen, FrozenWrite, Location, Reservation, Write
 from rlplane.errors import CapacityError, CapacityTimeoutError, CheckpointError, DataPlaneError
 from rlplane.index import Batch, Claim, ControlState, Put
 from rlplane.objects import decode_tags, encode_tags
 from rlplane.persist import dump_state, restore_state
 from rlplane.rules import PartitionSpec
 
-__all__ = ["Control", "Location", "Reservation", "Write"]
+__all__ = ["Control"]
 
 logger = logging.getLogger(__name__)
 
 # A put that waits for room asks again and again; one that has stopped asking no longer holds others back.
 _FORGET_WAITER_S = 10.0
 _MOST_INDEXES_AT_ONCE = 1024
-
-
-@dataclass
-class Write:
-    """One put in storage: the rows of TransferQueue it has, and what its fields look like.
-
-    ``number`` is never used again, unlike TransferQueue's indexes: it is stored beside the bytes, so
-    that a reader who comes too late notices that an index has a new owner.
-    """
-
-    number: int
-    partition_id: str
-    indexes: list[int]
-    chunk_rows: int
-    layouts: dict[str, Layout]
-    nbytes: int
-    put: Put | None = None
-    new_samples: int = 0
-    blocks_left: int = 0
-
-
-class Reservation(NamedTuple):
-    """Leave to store a write: its number, TransferQueue's indexes, what the partition says of its fields."""
-
-    number: int
-    indexes: list[int]
-    undeclared: list[str]
-    enums: dict[str, list[str]]
-
-
-@dataclass
-class Location:
-    """Where samples are: for each field the number of the write and the position in it, sample by sample."""
-
-    places: dict[str, tuple[NDArray[np.int64], NDArray[np.int32]]]
-    writes: dict[int, Write]
 
 
 @dataclass
@@ -175,6 +139,8 @@ class Control:
     def _drop_open(self, owner: int) -> None:
         for write in [write for write in self._open.values() if write.put and write.put.owner == owner]:
             self._abandon(write)
+        for token in [token for token, claim in self._parked.items() if claim.owner == owner]:
+            self._cancel(token)
         self._holders.discard(owner)
         if self._gate == owner:
             self._gate = None
@@ -353,7 +319,7 @@ class Control:
                     writes[write.number] = write
             places[name] = (numbers[inverse], positions)
         wanted = set(fields)
-        return Location(places, {number: _narrowed(write, wanted) for number, write in writes.items()})
+        return Location(places, {number: write.narrowed(wanted) for number, write in writes.items()})
 
     # Claiming
 
@@ -399,6 +365,9 @@ class Control:
     @_locked
     def cancel_claim(self, token: str) -> None:
         """Forget a claim whose caller was interrupted; what it was given goes to the next one."""
+        self._cancel(token)
+
+    def _cancel(self, token: str) -> None:
         claim = self._parked.pop(token, None)
         answer = self._answers.pop(token, None)
         if claim is None:
@@ -481,10 +450,10 @@ class Control:
         """The state at this moment. Until :meth:`thaw`, nothing that it refers to leaves the storage."""
         self._holders.add(owner)
         return msgspec.msgpack.encode(
-            _Frozen(
+            Frozen(
                 dump_state(self._state),
                 {block: (write.number, name) for block, (write, name) in self._write_of_block.items()},
-                [_FrozenWrite.of(write) for write in self._writes.values()],
+                [FrozenWrite.of(write) for write in self._writes.values()],
             )
         )
 
@@ -517,7 +486,7 @@ class Control:
         if self._gate != owner:
             raise CheckpointError("the plane is not shut: another client loads a checkpoint")
         try:
-            frozen = msgspec.msgpack.decode(content, type=_Frozen)
+            frozen = msgspec.msgpack.decode(content, type=Frozen)
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"the checkpoint's control state cannot be decoded: {error}") from error
         writes = {saved.number: saved.thaw() for saved in frozen.writes}
@@ -549,54 +518,7 @@ class Control:
         return used
 
 
-class _FrozenLayout(msgspec.Struct):
-    kind: Literal["dense", "ragged", "object"]
-    dtype: str
-    tail: tuple[int, ...]
-    rows: int
-    lengths: bytes | None
-    promoted: bool
-
-
-class _FrozenWrite(msgspec.Struct):
-    number: int
-    partition_id: str
-    indexes: list[int]
-    chunk_rows: int
-    layouts: dict[str, _FrozenLayout]
-    nbytes: int
-
-    @classmethod
-    def of(cls, write: Write) -> _FrozenWrite:
-        layouts = {}
-        for name, layout in write.layouts.items():
-            lengths = None if layout.lengths is None else layout.lengths.tobytes()
-            layouts[name] = _FrozenLayout(
-                layout.kind, layout.dtype, layout.tail, layout.rows, lengths, layout.promoted
-            )
-        return cls(write.number, write.partition_id, write.indexes, write.chunk_rows, layouts, write.nbytes)
-
-    def thaw(self) -> Write:
-        layouts = {}
-        for name, saved in self.layouts.items():
-            lengths = None if saved.lengths is None else np.frombuffer(saved.lengths, np.int64)
-            layouts[name] = Layout(saved.kind, saved.dtype, saved.tail, saved.rows, lengths, saved.promoted)
-        return Write(self.number, self.partition_id, self.indexes, self.chunk_rows, layouts, self.nbytes)
-
-
-class _Frozen(msgspec.Struct):
-    state: bytes
-    blocks: dict[int, tuple[int, str]]
-    writes: list[_FrozenWrite]
-
-
 def _reply(answer: Batch | DataPlaneError) -> tuple[list[str], bytes]:
     if isinstance(answer, DataPlaneError):
         raise answer
     return answer.ids, encode_tags(answer.tags)
-
-
-def _narrowed(write: Write, fields: set[str]) -> Write:
-    """The write as a reader needs it."""
-    layouts = {name: layout for name, layout in write.layouts.items() if name in fields}
-    return Write(write.number, write.partition_id, write.indexes, write.chunk_rows, layouts, write.nbytes)

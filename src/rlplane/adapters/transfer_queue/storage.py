@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlplane.adapters.transfer_queue.control import Write
 from rlplane.adapters.transfer_queue.wire import Column
+from rlplane.adapters.transfer_queue.writes import Write
 from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnectionError
 
 __all__ = ["Gone", "MooncakeStorage", "Pieces", "SimpleStorage", "Storage", "UnitDied", "Wanted", "key_of"]
