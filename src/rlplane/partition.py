@@ -236,9 +236,15 @@ class Partition:
                     self._offer(task, required, queue, rows)
         return replaced
 
-    def adopt(self, ids: list[str], tags: list[dict[str, Any]], born: NDArray[np.float64]) -> Rows:
+    def adopt(
+        self,
+        ids: list[str],
+        tags: list[dict[str, Any]],
+        groups: list[str | None],
+        born: NDArray[np.float64],
+    ) -> Rows:
         """Make the samples of a checkpoint, without fields; return their rows."""
-        rows, _ = self._rows_for(Put(self.spec.partition_id, ids, {}, tags)) if ids else (_NO_ROWS, 0)
+        rows, _ = self._rows_for(Put(self.spec.partition_id, ids, {}, tags), groups) if ids else (_NO_ROWS, 0)
         self.born[rows] = born
         return rows
 
@@ -269,7 +275,7 @@ class Partition:
         if slot is not None:
             self._signed[slot // 64] &= ~np.uint64(1 << slot % 64)
 
-    def _rows_for(self, put: Put) -> tuple[Rows, int]:
+    def _rows_for(self, put: Put, groups: list[str | None] | None = None) -> tuple[Rows, int]:
         """The rows of a put's samples, made where they are new, with their tags merged."""
         ids, tags = put.ids, put.tags
         known = list(map(self.rows.get, ids))
@@ -298,7 +304,9 @@ class Partition:
         self.ids[fresh] = new_ids
         new_tags = [{} for _ in range(new)] if tags is None else [tags[place] for place in places.tolist()]
         self.tags[fresh] = _object_array(new_tags)
-        if self.spec.group_size:
+        if groups:
+            self.groups[fresh] = groups
+        elif self.spec.group_size:
             self.groups[fresh] = [group_of(i, t) for i, t in zip(new_ids, new_tags, strict=True)]
         self.serial[fresh] = np.arange(self._next_serial, self._next_serial + new)
         self._next_serial += new

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlplane.errors import CheckpointError
 from rlplane.index import ControlState
 from rlplane.partition import NOBODY, Column, Partition
-from rlplane.rules import PartitionSpec
+from rlplane.rules import PartitionSpec, check_ids
 
 __all__ = ["SCHEMA_VERSION", "block_names", "dump_state", "restore_state"]
 
@@ -45,6 +45,8 @@ class _Partition(msgspec.Struct):
     born: bytes
     columns: list[_Column]
     tasks: list[_Task]
+    # A sample keeps the group of its first write, whatever its tags say later. None: it never had one.
+    groups: list[str | None] = []
 
 
 class _State(msgspec.Struct):
@@ -74,8 +76,10 @@ def dump_state(state: ControlState) -> bytes:
             for name, task in partition.tasks.items()
         ]
         ids, tags = partition.ids[rows].tolist(), partition.tags[rows].tolist()
-        born = partition.born[rows].tobytes()
-        partitions.append(_Partition(partition.spec, partition.written, ids, tags, born, columns, tasks))
+        born, groups = partition.born[rows].tobytes(), partition.groups[rows].tolist()
+        partitions.append(
+            _Partition(partition.spec, partition.written, ids, tags, born, columns, tasks, groups)
+        )
     return msgspec.msgpack.encode(_State(SCHEMA_VERSION, state.stamp, partitions))
 
 
@@ -108,43 +112,85 @@ def restore_state(
     """
     try:
         dump = msgspec.msgpack.decode(data, type=_State)
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"the checkpoint's control state cannot be decoded: {error}") from error
-    if dump.version != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"the checkpoint has schema version {dump.version}; this rlplane reads {SCHEMA_VERSION}"
-        )
-    total = sum(len(partition.ids) for partition in dump.partitions)
-    if capacity is not None and total > capacity:
-        raise CheckpointError(f"the checkpoint has {total} samples; storage_capacity is {capacity}")
-    state = ControlState(capacity)
-    state.stamp = dump.stamp
-    state.live = total
-    for saved in dump.partitions:
-        partition = state.partitions[saved.spec.partition_id] = Partition(saved.spec)
-        rows = partition.adopt(saved.ids, saved.tags, np.frombuffer(saved.born, np.float64))
-        partition.written = saved.written
-        for item in saved.columns:
-            column = partition.columns.setdefault(item.name, Column(partition.size, item.declared))
-            blocks = _renumbered(np.frombuffer(item.blocks, np.int64), numbers)
-            column.block[rows] = blocks
-            column.position[rows] = np.frombuffer(item.positions, np.int32)
-            column.stamp[rows] = np.frombuffer(item.stamps, np.int64)
-            column.produced = int((blocks >= 0).sum())
-            column.stamped = item.stamped
-            state.adopt_blocks(partition, blocks, {numbers[old]: size for old, size in sizes.items()})
-        for cursor in saved.tasks:
-            claimed = np.frombuffer(cursor.claimed, bool).copy()
-            if release_claims:
-                claimed &= ~np.frombuffer(cursor.unfinished, bool)
-            task = partition.tasks[cursor.name]
-            task.claimed[rows] = claimed
-            task.count = int(claimed.sum())
+        if dump.version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"the checkpoint has schema version {dump.version}; this rlplane reads {SCHEMA_VERSION}"
+            )
+        total = sum(len(partition.ids) for partition in dump.partitions)
+        if capacity is not None and total > capacity:
+            raise CheckpointError(f"the checkpoint has {total} samples; storage_capacity is {capacity}")
+        state = ControlState(capacity)
+        state.stamp = dump.stamp
+        state.live = total
+        new_sizes = {numbers[old]: size for old, size in sizes.items()}
+        for saved in dump.partitions:
+            _restore_partition(state, saved, numbers, new_sizes, release_claims)
+    except CheckpointError:
+        raise
+    except (
+        msgspec.MsgspecError,
+        LookupError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(f"the checkpoint's control state cannot be used: {error}") from error
     return state
+
+
+def _restore_partition(
+    state: ControlState,
+    saved: _Partition,
+    numbers: dict[int, int],
+    sizes: dict[int, int],
+    release_claims: bool,
+) -> None:
+    spec = saved.spec
+    if spec.partition_id in state.partitions:
+        raise ValueError(f"it has partition {spec.partition_id!r} twice")
+    PartitionSpec.checked(
+        spec.partition_id, spec.fields, spec.num_samples, spec.tasks, spec.group_size, spec.enums
+    )
+    count = len(check_ids(saved.ids))
+    if len(saved.tags) != count or len(saved.groups) not in (0, count):
+        raise ValueError(f"{count} samples have {len(saved.tags)} tags and {len(saved.groups)} groups")
+    partition = state.partitions[spec.partition_id] = Partition(spec)
+    rows = partition.adopt(saved.ids, saved.tags, saved.groups, _read(saved.born, np.float64, count))
+    partition.written = saved.written
+    for item in saved.columns:
+        column = partition.columns.setdefault(item.name, Column(partition.size, item.declared))
+        if column.produced:
+            raise ValueError(f"it has field {item.name!r} twice")
+        blocks = _renumbered(_read(item.blocks, np.int64, count), numbers)
+        column.block[rows] = blocks
+        column.position[rows] = _read(item.positions, np.int32, count)
+        column.stamp[rows] = _read(item.stamps, np.int64, count)
+        column.produced = int((blocks >= 0).sum())
+        column.stamped = item.stamped
+        state.adopt_blocks(partition, blocks, sizes)
+    for cursor in saved.tasks:
+        claimed = _read(cursor.claimed, np.bool_, count).copy()
+        if release_claims:
+            claimed &= ~_read(cursor.unfinished, np.bool_, count)
+        task = partition.tasks[cursor.name]
+        task.claimed[rows] = claimed
+        task.count = int(claimed.sum())
+
+
+def _read(data: bytes, dtype: type[np.generic], count: int) -> NDArray[Any]:
+    array = np.frombuffer(data, dtype)
+    if len(array) != count:
+        # numpy would stretch a single value over all samples.
+        raise ValueError(f"{len(array)} values for {count} samples")
+    return array
 
 
 def _renumbered(blocks: NDArray[np.int64], numbers: dict[int, int]) -> NDArray[np.int64]:
     old, place = np.unique(blocks, return_inverse=True)
+    missing = [block for block in old.tolist() if block >= 0 and block not in numbers]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks block {missing[0]} that its control state refers to")
     new = np.array([-1 if block < 0 else numbers[block] for block in old.tolist()], np.int64)
     renumbered: NDArray[np.int64] = new[place] if len(blocks) else blocks
     return renumbered

@@ -495,16 +495,13 @@ class Controller:
         for number in request.blocks:
             numbers[number] = self._next_block
             self._next_block += 1
-        try:
-            restored = restore_state(
-                request.state,
-                numbers,
-                {number: layout.nbytes for number, (_, _, layout) in request.blocks.items()},
-                self.state.capacity,
-                release_claims=request.release_claims,
-            )
-        except (KeyError, ValueError, TypeError, IndexError) as error:
-            raise CheckpointError(f"the checkpoint's control state cannot be used: {error}") from error
+        restored = restore_state(
+            request.state,
+            numbers,
+            {number: layout.nbytes for number, (_, _, layout) in request.blocks.items()},
+            self.state.capacity,
+            release_claims=request.release_claims,
+        )
         if restored.blocks().keys() != set(numbers.values()):
             raise CheckpointError("the checkpoint has blocks that its control state does not refer to")
         # Clients that know a partition as it was before must notice that it is another one.
