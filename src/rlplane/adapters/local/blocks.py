@@ -27,6 +27,7 @@ __all__ = ["Assembler", "Layout", "Source", "open_block", "prepare", "stack_obje
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _RUNS_WORTH_SLICING = 4
 Bytes = NDArray[np.uint8]
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
@@ -49,14 +50,14 @@ class Source:
     def copies(self, block: Bytes) -> list[tuple[Bytes, Bytes]]:
         """What has to be copied where, so that ``block``, of :attr:`nbytes`, holds the column.
 
-        A source that is not contiguous is copied at once, because only torch can.
+        A source that is not contiguous, or conjugate or negative by a mark, is copied at once by torch.
         """
         layout = self.layout
         size = layout.values_nbytes
         pairs = []
         if not size:
             pass
-        elif self.values.is_contiguous():
+        elif _is_plain(self.values):
             pairs.append((block[:size], self.values.view(-1).view(torch.uint8).numpy()))
         else:
             open_block(torch.from_numpy(block), layout)[0].copy_(self.values)
@@ -109,7 +110,9 @@ def open_block(block: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
         return values.view(layout.rows, *layout.shape), None
     at = layout.offsets_at
     offsets = block[at : at + 8 * (layout.rows + 1)].view(torch.int64)
-    return values.view(_elements(layout), *layout.shape), offsets
+    # An element of no bytes leaves no trace in the values; how many there are is in the offsets alone.
+    count = _elements(layout) if layout.values_nbytes else int(offsets[-1])
+    return values.view(count, *layout.shape), offsets
 
 
 class Assembler:
@@ -191,7 +194,10 @@ class Assembler:
         scattered = len(runs) * _RUNS_WORTH_SLICING > count
         if scattered and len(numbers) == 1:
             index = torch.from_numpy(positions.astype(np.int64))
-            return torch.index_select(opened[numbers[0]], 0, index, out=out)
+            # As plain numbers of that size, because torch cannot select from all dtypes.
+            number = _PLAIN.get(dtype.itemsize, dtype)
+            torch.index_select(opened[numbers[0]].view(number), 0, index, out=out.view(number))
+            return out
         if scattered:
             parts = {number: torch.split(values, 1) for number, values in opened.items()}
             pieces = [parts[b][p] for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
@@ -266,6 +272,17 @@ class Assembler:
 
 
 # Writing
+
+
+def _is_plain(values: Tensor) -> bool:
+    """Whether the bytes of a tensor, one after the other, are its values."""
+    # torch calls a single element contiguous whatever its stride, and then refuses to see bytes in it.
+    return (
+        values.is_contiguous()
+        and values.view(-1).stride(0) == 1
+        and not values.is_conj()
+        and not values.is_neg()
+    )
 
 
 def _check_rows(name: str, got: int, count: int) -> None:
