@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
 
-def test_the_snippets_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for name in ("DIR", "CACHE_DIR", "CONFIG_DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path))
+def test_the_snippets_run(tmp_path):
     snippets = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
     assert len(snippets) == 7
-    names: dict[str, object] = {"__name__": "snippets"}
-    try:
-        for snippet in snippets:
-            exec(compile(snippet, str(DOCUMENT), "exec"), names)
-    finally:
-        if "run" in names:
-            names["run"].finish()  # type: ignore[attr-defined]
+    # In a process of its own, as a reader would: wandb looks at its environment once per process.
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    environment |= {f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR")}
+    code = "\n".join(snippets)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     assert "register" in [event["name"] for event in trace["traceEvents"]]
 
