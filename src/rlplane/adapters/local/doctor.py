@@ -92,7 +92,14 @@ def _left_overs() -> Check:
     found = left_overs()
     if not found:
         return Check("left-overs of dead planes", "ok", "none")
-    size = sum(file.stat().st_blocks * 512 for path in found for file in path.iterdir() if file.is_file())
+    size = sum(map(_size_on_disk, found))
     names = ", ".join(path.name for path in found[:3]) + (", …" if len(found) > 3 else "")
     detail = f"{len(found)} ({size / 2**20:.1f} MiB): {names}; remove them with rlplane doctor --clean"
     return Check("left-overs of dead planes", "warning", detail)
+
+
+def _size_on_disk(directory: Path) -> int:
+    try:
+        return sum(file.stat().st_blocks * 512 for file in directory.iterdir())
+    except OSError:
+        return 0  # somebody else is removing it

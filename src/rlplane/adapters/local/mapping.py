@@ -133,7 +133,8 @@ class Lease:
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._lock = threading.Lock()
+        # Reentrant, because the collector may run a finalizer in a thread that is in the middle of this.
+        self._lock = threading.RLock()
         self._maps: dict[int, int] = {}
         self._left = 1
         self._pid = os.getpid()
@@ -155,8 +156,10 @@ class Lease:
     def detach(self) -> None:
         """Give every attached mapping pages of its own, so that it needs the lease no longer."""
         with self._lock:
-            for address, size in self._maps.items():
-                if _libc.madvise(address, size, _MADV_POPULATE_WRITE):
+            for address, size in list(self._maps.items()):
+                if address not in self._maps:
+                    continue  # a finalizer has run meanwhile
+                if _libc.madvise(address, size, _MADV_POPULATE_WRITE) and address in self._maps:
                     pages = _array(address, size)[::_PAGE]
                     pages |= 0
 
@@ -193,7 +196,7 @@ class ScratchPool:
 
     def __init__(self, keep: int = 512 * 2**20, smallest: int = 256 * 1024) -> None:
         self._keep, self._smallest = keep, smallest
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as in Lease
         self._free: list[tuple[int, int]] = []
         self._kept = 0
         self._pid = os.getpid()
