@@ -159,7 +159,7 @@ def _pages_of(extent: Extent) -> range:
 
 
 TestArenaIsExact = ArenaMachine.TestCase
-TestArenaIsExact.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestArenaIsExact.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def arena(limit: int, segment: int, *, create: object = None) -> Arena:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.unit.local.plane_model import PlaneModel, plain
 
 from rlplane.errors import (
@@ -30,11 +30,11 @@ IDS = [f"{name}_g{number}" for name in "abc" for number in range(3)] + ["loner"]
 TASKS = ["train", "score"]
 
 some_ids = st.lists(st.sampled_from(IDS), unique=True, max_size=5)
-some_fields = st.lists(st.sampled_from("xyz"), unique=True, max_size=2)
+some_fields = st.lists(st.sampled_from("xxyz"), unique=True, max_size=2)
 some_tags = st.fixed_dictionaries({}, optional={"v": st.integers(0, 2), "group": st.sampled_from("ab")})
 conditions = st.sampled_from([None, {"v": 1}, {"v": {">=": 1}}, {"v": {"in": [0, 2]}}])
-partition_ids = st.sampled_from("pq")
-owners = st.integers(0, 2)
+partition_ids = st.sampled_from("ppppq")
+owners = st.integers(0, 1)
 
 
 class ControlStateMachine(RuleBasedStateMachine):
@@ -48,13 +48,10 @@ class ControlStateMachine(RuleBasedStateMachine):
         self.parked: dict[Any, tuple[str, str] | None] = {}
         self.batches: list[tuple[str, str, list[str]]] = []
 
-    @rule(
-        partition_id=partition_ids,
-        fields=some_fields,
-        number=st.integers(0, 6),
-        tasks=st.lists(st.sampled_from(TASKS), unique=True, min_size=1),
-        group_size=st.sampled_from([None, None, 1, 2, 3]),
-    )
+    @initialize(group_size=st.sampled_from([None, None, 3]))
+    def register_one(self, group_size: int | None) -> None:
+        self.register("p", ["x", "y"], 6, TASKS, group_size)
+
     def register(
         self, partition_id: str, fields: list[str], number: int, tasks: list[str], group_size: int | None
     ) -> None:
@@ -68,6 +65,18 @@ class ControlStateMachine(RuleBasedStateMachine):
         tags=st.none() | st.lists(some_tags, min_size=5, max_size=5),
         owner=owners,
     )
+    def put_anything(self, **put: Any) -> None:
+        self.put(**put)
+
+    @rule(
+        ids=st.lists(st.sampled_from(IDS[:-1]), unique=True, min_size=2, max_size=5),
+        fields=st.sampled_from([["x"], ["x", "y"]]),
+        tags=st.none() | st.lists(st.fixed_dictionaries({"v": st.integers(0, 2)}), min_size=5, max_size=5),
+        owner=owners,
+    )
+    def put_much(self, **put: Any) -> None:
+        self.put("p", **put)
+
     def put(
         self,
         partition_id: str,
@@ -93,6 +102,18 @@ class ControlStateMachine(RuleBasedStateMachine):
         owner=owners,
         blocking=st.booleans(),
     )
+    def claim_anything(self, **claim: Any) -> None:
+        self.claim(**claim)
+
+    @rule(
+        fields=st.sampled_from([["x"], ["x"], ["x", "y"]]),
+        size=st.sampled_from([1, 2, 3, 6]),
+        where=st.none() | conditions,
+        owner=owners,
+    )
+    def wait(self, **claim: Any) -> None:
+        self.claim("p", "train", blocking=True, **claim)
+
     def claim(
         self,
         partition_id: str,
@@ -121,13 +142,9 @@ class ControlStateMachine(RuleBasedStateMachine):
         assert self.state.give_up(token) is None
         self._compare()
 
-    @rule(partition_id=partition_ids, ids=st.none() | some_ids)
-    def clear(self, partition_id: str, ids: list[str] | None) -> None:
+    @rule(partition_id=partition_ids, ids=some_ids)
+    def clear(self, partition_id: str, ids: list[str]) -> None:
         self._both(lambda plane: plane.clear(partition_id, ids))
-
-    @rule(partition_id=partition_ids, owner=owners)
-    def clear_what_one_wrote(self, partition_id: str, owner: int) -> None:
-        self._both(lambda plane: plane.clear_written_by(partition_id, owner))
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
@@ -142,10 +159,26 @@ class ControlStateMachine(RuleBasedStateMachine):
         left = self.state.parked()
         self.parked = {token: asked for token, asked in self.parked.items() if token in left}
 
-    @rule(owner=st.none() | owners)
-    def abort(self, owner: int | None) -> None:
-        error = PlaneConnectionError("over")
-        self._both(lambda plane: plane.abort(error, owner))
+    # In one rule, or they would be most of what happens and little else would come about.
+    @rule(kind=st.sampled_from(["register", "clear all", "clear one's own", "abort"]), data=st.data())
+    def upset(self, kind: str, data: st.DataObject) -> None:
+        name = data.draw(partition_ids)
+        if kind == "register":
+            self.register(
+                name,
+                data.draw(some_fields),
+                data.draw(st.integers(0, 6)),
+                data.draw(st.lists(st.sampled_from(TASKS), unique=True, min_size=1)),
+                data.draw(st.sampled_from([None, None, 1, 2, 3])),
+            )
+        elif kind == "clear all":
+            self._both(lambda plane: plane.clear(name, None))
+        elif kind == "clear one's own":
+            owner = data.draw(owners)
+            self._both(lambda plane: plane.clear_written_by(name, owner))
+        else:
+            error, whose = PlaneConnectionError("over"), data.draw(st.none() | owners)
+            self._both(lambda plane: plane.abort(error, whose))
 
     @invariant()
     def they_hold_the_same(self) -> None:
@@ -205,7 +238,7 @@ class ControlStateMachine(RuleBasedStateMachine):
 
 
 TestControlStateIsTheModel = ControlStateMachine.TestCase
-TestControlStateIsTheModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestControlStateIsTheModel.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 def plane(capacity: int | None = None, **spec: Any) -> ControlState:

@@ -197,6 +197,16 @@ def test_a_spare_that_was_taken_and_not_written_is_given_back(desk: Desk) -> Non
     assert desk.put(0, ["b"], 1, want=4 * PAGE).spare is not None
 
 
+def test_a_spare_is_not_used_up_by_a_request_that_names_another_extent(desk: Desk) -> None:
+    spare = desk.put(0, ["a"], 1, want=4 * PAGE).spare
+    assert spare
+    desk.ask(0, wire.Unreserve(spare.number + 50))
+    wrong = Extent(spare.number + 50, spare.segment, spare.offset, spare.size)
+    assert desk.answers[desk.commit(0, ["b"], wrong)].kind == "InvalidRequestError"
+    assert desk.take_spare(0, spare)
+    assert desk.answers[desk.commit(0, ["b"], spare)] == wire.Done()
+
+
 # Commits
 
 
@@ -585,11 +595,9 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(owner=owners, ids=some_ids)
     def read(self, owner: int, ids: list[str]) -> None:
-        self._expect(self.desk.post(owner, wire.Locate("p", ids, ["x"]), address=bytes([owner])))
-
-    @rule(owner=owners)
-    def freeze(self, owner: int) -> None:
-        self._expect(self.desk.post(owner, wire.Freeze()))
+        live = self.desk.ask(owner, wire.ListIds("p")).value
+        wanted = [sample_id for sample_id in ids if sample_id in live] or live
+        self._expect(self.desk.post(owner, wire.Locate("p", wanted, ["x"]), address=bytes([owner])))
 
     @rule(owner=owners, with_a_request=st.booleans())
     def drop_what_was_read(self, owner: int, with_a_request: bool) -> None:
@@ -621,10 +629,10 @@ class ControllerMachine(RuleBasedStateMachine):
         deadlines = [at for at, _, caller in self.desk.controller._deadlines if caller in self.waiting]
         assert min(deadlines, default=FOREVER) > self.desk.controller.now
 
-    @rule(fields=st.lists(st.sampled_from("xy"), unique=True))
-    def register(self, fields: list[str]) -> None:
-        spec = PartitionSpec.checked("p", fields, 6, ["t"])
-        self._expect(self.desk.post(0, wire.Register(spec)))
+    @rule(number=st.integers(0, 6), freeze=st.booleans())
+    def register_or_freeze(self, number: int, freeze: bool) -> None:
+        spec = PartitionSpec.checked("p", ["x"], number, ["t"])
+        self._expect(self.desk.post(0, wire.Freeze() if freeze else wire.Register(spec)))
 
     @rule(owner=owners, died=st.booleans())
     def a_client_goes_and_another_comes(self, owner: int, died: bool) -> None:
@@ -704,4 +712,4 @@ class ControllerMachine(RuleBasedStateMachine):
 
 
 TestControllerCountsEverything = ControllerMachine.TestCase
-TestControllerCountsEverything.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestControllerCountsEverything.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
