@@ -111,8 +111,9 @@ def test_the_lives_of_tracked_samples_arrive(aggregator, inner):
         ("claimed", ["a", "b"], False),
         ("failed", ["c", "c"], False),
         ("cleared", ["a"], False),
-        ("cleared", [], True),
+        ("cleared", ["b"], False),  # None: what this client wrote
     ]
+    assert all(0 < life.start_ns <= life.time_ns for life in lives)
     assert lives[0].weight_versions == lives[1].weight_versions == [3, None]
     assert lives[0].n_bytes == 32
     assert lives[1].task == "train"
@@ -171,3 +172,26 @@ def test_nobody_at_the_address_disturbs_nothing(inner, tmp_path):
     put(client, ["a"])
     assert client.snapshot()["bytes_outstanding"] == 16
     client.close()
+
+
+def test_clearing_what_others_wrote_says_everything(aggregator, inner):
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address, track_partitions=["p"])
+    client.register_partition("p", ["x"], 2, ["train"])
+    put(inner, ["a"])
+    client.clear_samples(None, "p")
+    client.close()
+    _, events = received(aggregator, said_goodbye)
+    lives = [event for event in events if isinstance(event, SampleLife)]
+    assert [(life.kind, life.sample_ids, life.everything) for life in lives] == [("cleared", [], True)]
+
+
+def test_the_last_counts_of_the_engine_are_those_at_the_end(aggregator, inner):
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address)
+    client.register_partition("p", ["x"], 2, ["train"])
+    put(client, ["a", "b"])
+    client.clear_samples(["a", "b"], "p")
+    client.close()  # long before the watcher looks for the first time
+    _, events = received(aggregator, said_goodbye)
+    statuses = [event for event in events if isinstance(event, PartitionStatus)]
+    assert statuses
+    assert (statuses[-1].samples, statuses[-1].bytes) == (0, 0)

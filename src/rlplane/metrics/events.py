@@ -95,6 +95,8 @@ class SampleLife(msgspec.Struct, tag="life", kw_only=True):
         weight_versions: The tag ``weight_version`` of each sample, None where it has none.
         n_bytes: Bytes written, of all the samples together.
         everything: ``cleared`` with no ids: the whole partition, as it was at ``time_ns``.
+        start_ns: When the operation began, 0 if that is not known. Another process may have claimed and
+            cleared a sample before the put that wrote it has returned, which is ``time_ns``.
     """
 
     kind: LifeKind
@@ -106,6 +108,7 @@ class SampleLife(msgspec.Struct, tag="life", kw_only=True):
     n_bytes: int = 0
     reason: str | None = None
     everything: bool = False
+    start_ns: int = 0
 
 
 class WeightVersion(msgspec.Struct, tag="weight_version"):

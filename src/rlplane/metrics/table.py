@@ -28,6 +28,8 @@ StepKind: TypeAlias = Literal["written", "claimed", "reclaimed", "cleared", "fai
 
 logger = logging.getLogger(__name__)
 
+_EMPTIED_REMEMBERED = 1000
+
 
 class SampleRow:
     """What is known about one life of a sample. ``written_ns`` is None until its write has arrived."""
@@ -98,6 +100,7 @@ class MetricsTable:
         self._rows: dict[str, dict[str, SampleRow]] = {}
         self._n_rows = 0
         self._finished: OrderedDict[tuple[str, str], SampleRow] = OrderedDict()
+        self._emptied: dict[str, tuple[int, str]] = {}
         self._held: dict[str, list[int]] = {}
         self._triggers: dict[StepKind, list[Trigger]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -168,6 +171,9 @@ class MetricsTable:
         elif record.kind == "cleared":
             ids = record.sample_ids
             if record.everything:
+                self._emptied[partition] = (time_ns, worker)
+                if len(self._emptied) > _EMPTIED_REMEMBERED:
+                    del self._emptied[next(iter(self._emptied))]
                 ids = [
                     row.sample_id
                     for row in self._rows.get(partition, {}).values()
@@ -187,14 +193,13 @@ class MetricsTable:
         share, rest = divmod(record.n_bytes, len(ids)) if ids else (0, 0)
         for position, (sample_id, version) in enumerate(zip(ids, _versions(record), strict=True)):
             size = share + (1 if position < rest else 0)
-            self._write(record.partition_id, sample_id, record.time_ns, version, size, worker)
+            self._write(record, sample_id, version, size, worker)
 
-    def _write(
-        self, partition: str, sample_id: str, time_ns: int, version: int | None, size: int, worker: str
-    ) -> None:
+    def _write(self, record: SampleLife, sample_id: str, version: int | None, size: int, worker: str) -> None:
+        partition, time_ns = record.partition_id, record.time_ns
         row = self._rows.get(partition, {}).get(sample_id)
         if row is None:
-            row = self._row_to_write(partition, sample_id, time_ns)
+            row = self._row_to_write(partition, sample_id, record.start_ns or time_ns)
             if row is None:
                 return
         elif row.written_ns is not None:
@@ -216,21 +221,27 @@ class MetricsTable:
         if row.cleared_ns is not None:
             self._step("cleared", None, row.cleared_by, row, row.cleared_ns)
 
-    def _row_to_write(self, partition: str, sample_id: str, time_ns: int) -> SampleRow | None:
+    def _row_to_write(self, partition: str, sample_id: str, start_ns: int) -> SampleRow | None:
         """The row for a write of a sample that is not in flight; None if the write changes nothing."""
         former = self._finished.get((partition, sample_id))
-        if former is None or former.cleared_ns is None:
-            return self._new_row(partition, sample_id)
-        if time_ns <= former.cleared_ns:
-            # A life that is over: this is its write, late, or only one more column of it.
-            return former if former.written_ns is None else None
-        if time_ns <= former.last_clear_ns:
-            # A second life, whose clear has been here already.
-            row = SampleRow(partition, sample_id)
-            row.cleared_ns, row.cleared_by = former.last_clear_ns, former.cleared_by
-            self._remember(row)
-            return row
+        if former is not None and former.cleared_ns is not None:
+            if start_ns <= former.cleared_ns:
+                # A life that is over: this is its write, late, or only one more column of it.
+                return former if former.written_ns is None else None
+            if start_ns <= former.last_clear_ns:
+                # A second life, whose clear has been here already.
+                return self._over(partition, sample_id, former.last_clear_ns, former.cleared_by)
+        emptied_ns, emptied_by = self._emptied.get(partition, (0, ""))
+        if start_ns <= emptied_ns:
+            return self._over(partition, sample_id, emptied_ns, emptied_by)
         return self._new_row(partition, sample_id)
+
+    def _over(self, partition: str, sample_id: str, cleared_ns: int, cleared_by: str) -> SampleRow:
+        """A row of which the clear came before the write."""
+        row = SampleRow(partition, sample_id)
+        row.cleared_ns, row.last_clear_ns, row.cleared_by = cleared_ns, cleared_ns, cleared_by
+        self._remember(row)
+        return row
 
     def _grow(self, row: SampleRow, size: int) -> None:
         row.n_bytes += size

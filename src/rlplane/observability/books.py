@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 from rlplane.observability.sizes import Column
 
@@ -103,6 +103,13 @@ class Books:
         partition.bytes -= freed
         self.stats.bytes_outstanding -= freed
         return keys, freed
+
+    def held_ids(self, partition_id: str) -> list[str] | None:
+        """The samples of a partition that are on the books; None if nothing was ever put there."""
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return None
+        return list(dict.fromkeys(chain.from_iterable(layer.owners for layer in partition.layers.values())))
 
     def clear_everything(self) -> None:
         """Take all samples of all partitions off."""

@@ -245,16 +245,19 @@ class Journal:
             # A put that ran out of time will be tried again: its samples have not failed.
             if self.sender is not None and status != "timeout" and self.is_tracked(partition):
                 kind: Literal["written", "failed"] = "written" if good else "failed"
-                self._life(kind, partition, ids, tags, out.epoch + ended, n_bytes=n_bytes, error=error)
+                when = (out.epoch + began, out.epoch + ended)
+                self._life(kind, partition, ids, tags, when, n_bytes=n_bytes, error=error)
         elif action == CLEAR:
+            if good and self.sender is not None and self.is_tracked(partition):
+                # None means what this client wrote, if it wrote anything here.
+                ids = books.held_ids(partition) if payload is None else payload
+                self._life("cleared", partition, ids, None, (out.epoch + began, out.epoch + ended))
             if good:
                 known, _ = books.clear(partition, payload)
                 n_keys = known if payload is None else n_keys
-            if good and self.sender is not None and self.is_tracked(partition):
-                self._life("cleared", partition, payload, None, out.epoch + ended)
         elif action == CLAIM:
             ids, tags = payload
-            self._life("claimed", partition, ids, tags, out.epoch + ended, task=task)
+            self._life("claimed", partition, ids, tags, (out.epoch + began, out.epoch + ended), task=task)
         elif action == ADD:
             books.add(partition, payload, n_bytes, self.number)
             return
@@ -326,7 +329,7 @@ class Journal:
         partition: str,
         ids: Sequence[str] | None,
         tags: Sequence[dict[str, Any]] | None,
-        when: float,
+        when: tuple[float, float],
         *,
         task: str | None = None,
         n_bytes: int = 0,
@@ -341,12 +344,13 @@ class Journal:
                 kind=kind,
                 partition_id=partition,
                 sample_ids=list(ids or ()),
-                time_ns=int(when * 1e9),
+                time_ns=int(when[1] * 1e9),
                 task=task,
                 weight_versions=versions,
                 n_bytes=n_bytes,
                 reason=None if error is None else error[0],
                 everything=ids is None,
+                start_ns=int(when[0] * 1e9),
             )
         )
 

@@ -237,3 +237,21 @@ async def test_an_async_trigger_that_raises_is_counted() -> None:
     table.apply(life("written", "a"), "w")
     await table.drain(10.0)
     assert table.n_trigger_failures == 1
+
+
+def test_a_put_that_returns_after_its_samples_were_cleared_leaves_none_in_flight() -> None:
+    # Another process claims and clears between the commit and the return of the put.
+    watched = Watched()
+    watched.apply(life("cleared", "a", at=200), life("written", "a", at=210, start_ns=150))
+    assert watched.table.n_in_flight == 0
+    assert watched.steps == {"written": 1, "cleared": 1}
+    watched.apply(life("written", "a", at=310, start_ns=300))
+    assert watched.table.n_in_flight == 1
+
+
+def test_a_write_that_arrives_after_everything_was_cleared_is_over() -> None:
+    watched = Watched()
+    watched.apply(life("cleared", at=200, everything=True))
+    watched.apply(life("written", "a", at=190, start_ns=180), life("written", "b", at=400, start_ns=390))
+    assert [row.sample_id for row in watched.table.in_flight()] == ["b"]
+    assert watched.steps == {"written": 2, "cleared": 1}
