@@ -27,11 +27,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.adapters.local import wire
-from rlplane.adapters.local.blocks import Assembler
+from rlplane.adapters.local.blocks import Assembler, Bytes
 from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.connection import Connection
 from rlplane.adapters.local.copying import copy_all
-from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_all
+from rlplane.adapters.local.mapping import Lease, Segments, detach_all, scratch
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, remove_if_dead
 from rlplane.adapters.local.requests import (
     Write,
@@ -416,7 +416,6 @@ class _Link:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.segments = Segments(connection.directory)
-        self.scratch = _scratch
         self.specs: dict[str, tuple[int, PartitionSpec]] = {}
         self.spare: Extent | None = None
         self._lock = threading.Lock()
@@ -460,17 +459,17 @@ class _Reader:
     """Where the columns of one read get their bytes from."""
 
     def __init__(self, link: _Link, located: wire.Located, lease: Lease) -> None:
-        self._segments, self._scratch = link.segments, link.scratch
+        self._segments = link.segments
         self._located, self._lease = located, lease
-        self._shared: dict[int, Tensor] = {}
+        self._shared: dict[int, Bytes] = {}
         self._private: dict[int, Tensor] = {}
         self.nbytes = 0
 
-    def read(self, number: int) -> Tensor:
+    def read(self, number: int) -> Bytes:
         index, start, layout = self._located.blocks[number]
         shared = self._shared.get(index)
         if shared is None:
-            shared = self._shared[index] = self._segments.view(self._located.extents[index])
+            shared = self._shared[index] = self._segments.view(self._located.extents[index]).numpy()
         return shared[start : start + layout.nbytes]
 
     def own(self, number: int, begin: int, end: int) -> Tensor:
@@ -478,7 +477,7 @@ class _Reader:
         if end - begin < _WORTH_MAPPING:
             # In numpy, because torch would use all its threads for a few thousand bytes.
             copy = torch.empty(end - begin, dtype=torch.uint8)
-            np.copyto(copy.numpy(), self.read(number)[begin:end].numpy())
+            np.copyto(copy.numpy(), self.read(number)[begin:end])
             return copy
         index, start, _ = self._located.blocks[number]
         private = self._private.get(index)
@@ -488,7 +487,7 @@ class _Reader:
 
     def empty(self, nbytes: int) -> Tensor:
         self.nbytes += nbytes
-        return self._scratch.empty(nbytes)
+        return scratch.empty(nbytes)
 
 
 def _column(assembler: Assembler, name: str, place: wire.Place) -> Any:
@@ -497,9 +496,6 @@ def _column(assembler: Assembler, name: str, place: wire.Place) -> Any:
     blocks = np.frombuffer(place.blocks or b"", np.int64)
     positions = np.frombuffer(place.positions or b"", np.int32)
     return assembler.column(name, blocks, positions)
-
-
-_scratch = ScratchPool()
 
 
 def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int, wire.Layout]]]:

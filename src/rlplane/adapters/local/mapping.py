@@ -26,7 +26,7 @@ from rlplane.adapters.local.planedir import PlaneDir
 from rlplane.adapters.local.wire import Extent
 from rlplane.errors import CapacityError, PlaneConnectionError
 
-__all__ = ["Lease", "ScratchPool", "Segments", "detach_all"]
+__all__ = ["Lease", "ScratchPool", "Segments", "detach_all", "scratch"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -234,6 +234,9 @@ class ScratchPool:
                 self._kept += size
         for old_address, old_size in drop:
             _libc.munmap(old_address, old_size)
+
+
+scratch = ScratchPool()
 
 
 def _map(size: int, flags: int, fd: int, offset: int) -> int:

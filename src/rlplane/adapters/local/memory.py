@@ -20,6 +20,7 @@ from torch import Tensor
 from rlplane.adapters.local.blocks import Assembler, Layout
 from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.copying import copy_all
+from rlplane.adapters.local.mapping import scratch
 from rlplane.adapters.local.requests import (
     Write,
     as_batch,
@@ -254,11 +255,17 @@ class MemoryDataPlaneClient(DataPlaneClient):
             # Holding the tensors keeps them alive: what is read stays valid after a clear.
             used = {number for blocks, _ in places.values() for number in set(blocks.tolist())}
             held = {number: plane.blocks[number] for number in used}
+
+        def own(number: int, start: int, stop: int) -> Tensor:
+            copy = scratch.empty(stop - start)
+            copy_all([(copy.numpy(), held[number][1][start:stop].numpy())])
+            return copy
+
         assembler = Assembler(
             {number: layout for number, (layout, _) in held.items()},
-            lambda number: held[number][1],
-            None,
-            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
+            lambda number: held[number][1].numpy(),
+            own,
+            scratch.empty,
             allow_pickle=self._allow_pickle,
         )
         columns = {name: assembler.column(name, *places[name]) for name in names}
