@@ -19,6 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from rlplane.adapters.local.copying import Copy
 from rlplane.adapters.local.wire import Layout
 from rlplane.errors import InvalidRequestError
 from rlplane.objects import decode_object, encode_objects
@@ -45,25 +46,24 @@ class Source:
         """The size of the block."""
         return self.layout.nbytes
 
-    def copies(self, block: Bytes) -> list[tuple[Bytes, Bytes]]:
-        """What has to be copied where, so that ``block``, of :attr:`nbytes`, holds the column.
+    def copies(self, memory: Tensor, start: int) -> list[Copy]:
+        """What has to be copied, so that the block at ``memory[start:]`` holds the column.
 
         A source that is not contiguous, or conjugate or negative by a mark, is copied at once by torch.
         """
         layout = self.layout
         size = layout.values_nbytes
-        pairs = []
+        block = memory.data_ptr() + start
+        copies = []
         if not size:
             pass
         elif _is_plain(self.values):
-            pairs.append((block[:size], self.values.view(-1).view(torch.uint8).numpy()))
+            copies.append((block, self.values.data_ptr(), size))
         else:
-            _values_in(torch.from_numpy(block), layout).copy_(self.values)
+            _values_in(memory[start : start + size], layout).copy_(self.values)
         if self.offsets is not None:
-            at = layout.offsets_at
-            offsets = self.offsets.contiguous().numpy().view(np.uint8)
-            pairs.append((block[at : at + offsets.nbytes], offsets))
-        return pairs
+            copies.append((block + layout.offsets_at, self.offsets.data_ptr(), 8 * (layout.rows + 1)))
+        return copies
 
 
 def prepare(
@@ -248,13 +248,7 @@ class Assembler:
 
 def _is_plain(values: Tensor) -> bool:
     """Whether the bytes of a tensor, one after the other, are its values."""
-    # torch calls a single element contiguous whatever its stride, and then refuses to see bytes in it.
-    return (
-        values.is_contiguous()
-        and values.view(-1).stride(0) == 1
-        and not values.is_conj()
-        and not values.is_neg()
-    )
+    return values.is_contiguous() and not values.is_conj() and not values.is_neg()
 
 
 def _check_rows(name: str, got: int, count: int) -> None:
@@ -266,9 +260,7 @@ def _check_rows(name: str, got: int, count: int) -> None:
 
 def _dense_source(name: str, value: Tensor, count: int) -> Source:
     _check_rows(name, value.shape[0] if value.ndim else 0, count)
-    layout = Layout(
-        "dense", _dtype_name(name, value), tuple(value.shape[1:]), count, value.numel() * value.itemsize
-    )
+    layout = Layout("dense", _dtype_name(name, value), tuple(value.shape[1:]), count, value.nbytes)
     return Source(name, layout, value, None)
 
 
@@ -276,14 +268,15 @@ def _nested_source(name: str, value: Any, count: int) -> Source:
     if type(value) is NestedTensor and value._lengths is None and value._ragged_idx == 1:
         # Its parts directly: asking a nested tensor costs tens of microseconds a question.
         values, offsets = value._values.detach(), value._offsets
-        if values.device.type != "cpu":
+        if not values.is_cpu:
             values, offsets = values.cpu(), offsets.cpu()
-        _check_rows(name, offsets.shape[0] - 1, count)
-        if offsets.dtype is not torch.int64:
-            offsets = offsets.to(torch.int64)
+        if offsets.dtype is not torch.int64 or not offsets.is_contiguous():
+            offsets = offsets.to(torch.int64).contiguous()
+        ends = offsets.numpy()
+        _check_rows(name, len(ends) - 1, count)
         if count:
-            start, stop = int(offsets[0]), int(offsets[-1])
-            if start or stop != values.shape[0]:
+            start, stop = int(ends[0]), int(ends[-1])
+            if start or stop != len(values):
                 values, offsets = values[start:stop], offsets - start
     else:
         value = value.detach().cpu()
@@ -300,9 +293,7 @@ def _nested_source(name: str, value: Any, count: int) -> Source:
         offsets = lengths.cumsum(0)
     if not count:
         offsets = torch.zeros(1, dtype=torch.int64)
-    layout = Layout(
-        "jagged", _dtype_name(name, values), tuple(values.shape[1:]), count, values.numel() * values.itemsize
-    )
+    layout = Layout("jagged", _dtype_name(name, values), tuple(values.shape[1:]), count, values.nbytes)
     return Source(name, layout, values, offsets)
 
 

@@ -512,14 +512,12 @@ def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int,
 
 
 def _fill(memory: Tensor, write: Write) -> None:
-    pairs = []
+    copies = []
     start = 0
-    target = memory.numpy()
     for source in write.sources:
-        stop = start + source.nbytes
-        pairs += source.copies(target[start:stop])
-        start = stop
-    copy_all(pairs)
+        copies += source.copies(memory, start)
+        start += source.nbytes
+    copy_all(copies)
 
 
 def _plain(condition: Any) -> Any:

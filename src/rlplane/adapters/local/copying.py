@@ -12,48 +12,50 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable
+from ctypes import memmove
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-__all__ = ["copy_all"]
+__all__ = ["Copy", "copy_all"]
 
 _PIECE = 2 * 2**20
 _WORTH_HELP = 4 * 2**20
 _MOST_HELPERS = 7
 
-Bytes = NDArray[np.uint8]
+Copy: TypeAlias = tuple[int, int, int]
+"""Where to, where from, how many bytes. Addresses, because a view of a small column costs more than its copy;
+who asks for a copy keeps the memory until it is done."""
 
 
 class _Job:
     """The pieces of one copy; ``next`` on the counter is atomic, so each piece is taken once."""
 
-    def __init__(self, pieces: list[tuple[Bytes, Bytes]]) -> None:
+    def __init__(self, pieces: list[Copy]) -> None:
         self._pieces = pieces
         self._turn = itertools.count()
-        self._left = len(pieces)
-        self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._working = 0
+        self._changed = threading.Condition()
+        self.cancelled = False
 
     def work(self) -> None:
-        finished = 0
-        for place in self._turn:
-            if place >= len(self._pieces):
-                break
-            target, source = self._pieces[place]
-            np.copyto(target, source)
-            finished += 1
-        if finished:
-            with self._lock:
-                self._left -= finished
-                if not self._left:
-                    self._done.set()
+        with self._changed:
+            self._working += 1
+        try:
+            for place in self._turn:
+                if place >= len(self._pieces) or self.cancelled:
+                    break
+                memmove(*self._pieces[place])
+        finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
 
     def wait(self) -> None:
-        self._done.wait()
+        """Until nobody copies. Who comes later finds nothing to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._working)
 
 
 class _Helpers:
@@ -86,27 +88,31 @@ class _Helpers:
     @staticmethod
     def _run(jobs: SimpleQueue[Any]) -> None:
         while True:
-            job = jobs.get()
-            job.work()
-            del job  # or the last copy's memory would stay in use until the next one
+            jobs.get().work()
 
 
 _helpers = _Helpers()
 
 
-def copy_all(copies: Iterable[tuple[Bytes, Bytes]]) -> None:
-    """Copy each source to its target, both contiguous and of one size."""
-    pairs = list(copies)
-    if sum(target.nbytes for target, _ in pairs) < _WORTH_HELP:
-        for target, source in pairs:
-            np.copyto(target, source)
+def copy_all(copies: Iterable[Copy]) -> None:
+    """Make all copies. Sources and targets do not overlap."""
+    wanted = list(copies)
+    if sum([nbytes for _, _, nbytes in wanted]) < _WORTH_HELP:
+        for copy in wanted:
+            memmove(*copy)
         return
     pieces = [
-        (target[start : start + _PIECE], source[start : start + _PIECE])
-        for target, source in pairs
-        for start in range(0, target.nbytes, _PIECE)
+        (target + start, source + start, min(_PIECE, nbytes - start))
+        for target, source, nbytes in wanted
+        for start in range(0, nbytes, _PIECE)
     ]
     job = _Job(pieces)
     _helpers.offer(job)
-    job.work()
-    job.wait()
+    try:
+        job.work()
+    except BaseException:
+        job.cancelled = True
+        raise
+    finally:
+        # Also after Ctrl-C: the memory is about to be given back.
+        job.wait()

@@ -170,9 +170,9 @@ class MemoryDataPlaneClient(DataPlaneClient):
                 for source in write.sources
             ]
             copy_all(
-                pair
+                copy
                 for source, (_, block) in zip(write.sources, filled, strict=True)
-                for pair in source.copies(block.numpy())
+                for copy in source.copies(block, 0)
             )
             with plane.lock:
                 numbers = list(range(plane.next_block, plane.next_block + len(filled)))
@@ -258,7 +258,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
 
         def own(number: int, start: int, stop: int) -> Tensor:
             copy = scratch.empty(stop - start)
-            copy_all([(copy.numpy(), held[number][1][start:stop].numpy())])
+            copy_all([(copy.data_ptr(), held[number][1].data_ptr() + start, stop - start)])
             return copy
 
         assembler = Assembler(
