@@ -212,12 +212,13 @@ class Partition:
             if column is None:
                 column = self.columns[name] = Column(self.size, False)
             column.stamped = True
-            old = column.block[rows]
-            fresh = old < 0
-            if fresh.all():
+            # The rows of new samples have nothing in any column.
+            old = column.block[rows] if new < count else None
+            if old is None or (old < 0).all():
                 column.stamp[rows] = order
                 column.produced += count
             else:
+                fresh = old < 0
                 column.stamp[rows[fresh]] = order[fresh]
                 column.produced += int(fresh.sum())
                 replaced.append(old)

@@ -282,10 +282,7 @@ def test_100_000_random_frames_are_refused_and_service_goes_on(attacked):
     client, socket = attacked
     noise = random.Random(3)
     for number in range(100_000):
-        frames = [
-            noise.randbytes(noise.choice((0, 1, 8, 8, 8, 9))) for _ in range(noise.choice((1, 2, 2, 3)))
-        ]
-        frames[-1] = noise.randbytes(noise.randrange(64))
+        frames = [noise.randbytes(noise.randrange(64)) for _ in range(noise.choice((1, 1, 1, 2, 3)))]
         socket.send_multipart(frames)
         if number % 10_000 == 0:
             check_service(client)
@@ -305,8 +302,8 @@ def test_frames_that_look_like_requests_are_refused_and_service_goes_on(attacked
     client, socket = attacked
     owner = client._link().connection.owner
     if name != "Shutdown":  # which is the one request that is meant to end it
-        socket.send_multipart([bytes(8), msgspec.msgpack.encode([owner, [name, *parts]])])
-    socket.send_multipart([bytes(8), msgspec.msgpack.encode([10**6, [name, *parts]])])
+        socket.send(bytes(8) + msgspec.msgpack.encode([owner, [name, *parts]]))
+    socket.send(bytes(8) + msgspec.msgpack.encode([10**6, [name, *parts]]))
     client.check_consumption_status("flow", ["train"])
 
 
@@ -314,13 +311,13 @@ def test_truncated_and_oversized_requests_are_refused(attacked):
     client, socket = attacked
     body = msgspec.msgpack.encode(wire.Envelope(0, wire.Locate("flow", ["s0"] * 1000, ["a"])))
     for cut in range(0, len(body), 97):
-        socket.send_multipart([bytes(8), body[:cut]])
+        socket.send(bytes(8) + body[:cut])
     check_service(client)
     huge = zmq.Context()
     attacker = huge.socket(zmq.DEALER)
     attacker.setsockopt(zmq.LINGER, 0)
     attacker.connect(PlaneDir.at(client.controller_address).control)
-    attacker.send_multipart([bytes(8), bytes(257 * 2**20)])
+    attacker.send(bytes(8) + bytes(257 * 2**20))
     check_service(client)
     attacker.close()
     huge.term()

@@ -8,7 +8,7 @@ its memory there as long as there is any, lowest address first: those pages are 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -70,6 +70,7 @@ class Arena:
         self._segment_size = min(pages(segment_size or default), self.limit)
         self._create, self._destroy = create, destroy
         self._segments: dict[int, _Segment] = {}
+        self._homes: dict[int, list[_Segment]] = {}
         self._next_segment = 0
         self._next_extent = 1
         self.total = 0
@@ -78,14 +79,11 @@ class Arena:
     def allocate(self, nbytes: int, owner: int, now: float) -> Extent | None:
         """An extent of at least ``nbytes``, or None when there is no room. May raise ``OSError``."""
         size = pages(nbytes)
-        own = [segment for segment in self._segments.values() if segment.home == owner]
-        orphans = [segment for segment in self._segments.values() if segment.home == _NOBODY]
-        others = [segment for segment in self._segments.values() if segment.home not in (owner, _NOBODY)]
         return (
-            self._from(own, size)
-            or self._from(orphans, size, adopt=owner)
+            self._from(self._homes.get(owner, ()), size)
+            or self._from(list(self._homes.get(_NOBODY, ())), size, adopt=owner)
             or self._from_new(size, owner, now)
-            or self._from(others, size)
+            or self._from(self._segments.values(), size)
             or (self._give_back_idle(size) and self._from_new(size, owner, now))
             or None
         )
@@ -110,9 +108,8 @@ class Arena:
 
     def abandon_home(self, owner: int) -> None:
         """A client is gone: its segments are anybody's."""
-        for segment in self._segments.values():
-            if segment.home == owner:
-                segment.home = _NOBODY
+        for segment in self._homes.pop(owner, []):
+            self._move(segment, _NOBODY)
 
     def give_back(self, idle_before: float) -> list[int]:
         """Remove segments that nobody has used since ``idle_before``; return their numbers."""
@@ -131,13 +128,19 @@ class Arena:
             "backed": sum(int(segment.backed.sum()) for segment in self._segments.values()) * PAGE,
         }
 
-    def _from(self, segments: list[_Segment], size: int, adopt: int = _NOBODY) -> Extent | None:
+    def _move(self, segment: _Segment, home: int) -> None:
+        if segment in self._homes.get(segment.home, ()):
+            self._homes[segment.home].remove(segment)
+        segment.home = home
+        self._homes.setdefault(home, []).append(segment)
+
+    def _from(self, segments: Iterable[_Segment], size: int, adopt: int = _NOBODY) -> Extent | None:
         for segment in segments:
             offset = segment.take(size)
             if offset is not None:
                 self.used += size
                 if adopt != _NOBODY:
-                    segment.home = adopt
+                    self._move(segment, adopt)
                 number, self._next_extent = self._next_extent, self._next_extent + 1
                 backed = bool(segment.backed[offset // PAGE : (offset + size) // PAGE].all())
                 return Extent(number, segment.number, offset, size, backed)
@@ -152,6 +155,7 @@ class Arena:
         self._create(number, length)
         self._next_segment += 1
         segment = self._segments[number] = _Segment(number, length, owner, now)
+        self._homes.setdefault(owner, []).append(segment)
         self.total += length
         return self._from([segment], size)
 
@@ -168,6 +172,7 @@ class Arena:
 
     def _remove(self, segment: _Segment) -> None:
         del self._segments[segment.number]
+        self._homes[segment.home].remove(segment)
         self.total -= segment.size
         self._destroy(segment.number)
 

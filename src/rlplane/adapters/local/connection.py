@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from typing import Any
 
-import msgspec
 import zmq
 
 from rlplane.adapters.local import wire
@@ -28,7 +27,6 @@ from rlplane.errors import ClientClosedError, PlaneConnectionError
 __all__ = ["Connection"]
 
 _CONNECT_TIMEOUT_S = 10.0
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Connection:
@@ -144,13 +142,12 @@ class Connection:
 
     def _receive(self, channel: _Channel, number: int, waits_s: float) -> wire.Answer:
         deadline = time.monotonic() + waits_s + self._ack_timeout_s
-        expected = number.to_bytes(8, "little")
         while True:
             left = deadline - time.monotonic()
             events = dict(channel.poller.poll(int(max(0, min(left, 3600)) * 1000) + 1))
             if channel.socket in events:
-                head, body = channel.socket.recv_multipart(zmq.NOBLOCK)
-                if head == expected:
+                answered, body = wire.split(channel.socket.recv(zmq.NOBLOCK))
+                if answered == number:
                     return wire.answer_decoder.decode(body)
                 continue  # the answer to a request that was interrupted
             if events:
@@ -183,7 +180,7 @@ class _Channel:
         self._pid = os.getpid()
 
     def send(self, number: int, envelope: wire.Envelope) -> None:
-        self.socket.send_multipart([number.to_bytes(8, "little"), _encoder.encode(envelope)], zmq.NOBLOCK)
+        self.socket.send(wire.join(number, envelope), zmq.NOBLOCK)
 
     def close(self, linger: int) -> None:
         self.socket.close(linger=linger)

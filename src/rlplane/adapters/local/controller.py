@@ -306,15 +306,14 @@ class Controller:
             partition = self.state.partition(request.partition_id)
             if partition.version != request.version:
                 raise StaleSpecError(f"partition {request.partition_id!r} was registered again")
-            blocks = self._add_blocks(extent, request)
+            blocks, sizes = self._add_blocks(extent, request)
         except DataPlaneError:
             if extent is not None:
                 self.arena.free(extent, self.now)
             raise
         caller.extent, caller.want = extent, request.want
         put = Put(request.partition_id, request.ids, blocks, request.tags, owner=caller.owner, now=self.wall)
-        put.nbytes = [layout.nbytes for layout in request.layouts]
-        put.token = caller
+        put.nbytes, put.token = sizes, caller
         try:
             done = self.state.put(put)
         except DataPlaneError:
@@ -346,10 +345,11 @@ class Controller:
             extent, held.spare = held.spare, None
         return extent
 
-    def _add_blocks(self, extent: Extent | None, request: wire.Commit) -> dict[str, int]:
+    def _add_blocks(self, extent: Extent | None, request: wire.Commit) -> tuple[dict[str, int], list[int]]:
         if len(request.fields) != len(request.layouts) or len(set(request.fields)) != len(request.fields):
             raise InvalidRequestError("a commit has one layout per field")
-        if sum(layout.nbytes for layout in request.layouts) > (extent.size if extent else 0):
+        sizes = [layout.nbytes for layout in request.layouts]
+        if sum(sizes) > (extent.size if extent else 0):
             raise InvalidRequestError("the layouts of a commit do not fit into its extent")
         if any(layout.rows != len(request.ids) or layout.values_nbytes < 0 for layout in request.layouts):
             raise InvalidRequestError("the layouts of a commit have another number of rows than ids")
@@ -359,12 +359,12 @@ class Controller:
             raise InvalidRequestError("a commit has one tag per id")
         numbers = {}
         start = 0
-        for field, layout in zip(request.fields, request.layouts, strict=True):
+        for field, layout, size in zip(request.fields, request.layouts, sizes, strict=True):
             assert extent is not None
             numbers[field] = self._next_block
             self._blocks[self._next_block] = (extent.number, start, layout)
             self._next_block += 1
-            start += layout.nbytes
+            start += size
         if extent is not None:
             self._extents[extent.number] = extent
             self._extent_refs[extent.number] = len(numbers)
@@ -372,7 +372,7 @@ class Controller:
                 self._extents.pop(extent.number)
                 self._extent_refs.pop(extent.number)
                 self.arena.free(extent, self.now)
-        return numbers
+        return numbers, sizes
 
     def _forget_blocks(self, extent: Extent) -> None:
         """Drop the blocks of a put that was not written."""
