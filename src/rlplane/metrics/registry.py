@@ -215,12 +215,15 @@ class SeriesSampler:
         "_arrays",
         "_buffer",
         "_cached",
+        "_edge_places",
+        "_edges",
         "_grid_places",
         "_histogram",
         "_log",
         "_m2",
         "_mean",
         "_n_array_values",
+        "_span",
         "_sum",
         "_sum_squares",
         "_warned",
@@ -270,6 +273,9 @@ class SeriesSampler:
         self._warned = False
         self._cached: SeriesStat | None = None
         self._grid_places: Int64Array | None = None
+        self._span: tuple[float, float] | None = None
+        self._edges: Float64Array = np.zeros(0)
+        self._edge_places: Int64Array = np.zeros(0, np.int64)
         self._n_array_values = 0
         self._arrays: list[npt.NDArray[np.generic]] = []
         self._buffer: array[int] | array[float] = self._new_buffer()
@@ -403,13 +409,16 @@ class SeriesSampler:
         if self._cached is not None and not exact and self._cached.n_refused == self.n_refused:
             return self._cached
         parts = self._exact_parts() if exact else None
-        edges = _edges(self.min, self.max, 1.0 if self.integer else self.RESOLUTION, self.integer)
+        if self._span != (self.min, self.max):
+            # Kept, because the extremes of a long series hardly ever change.
+            self._span = (self.min, self.max)
+            self._edges = _edges(self.min, self.max, self._scale, self.integer)
+            self._edge_places = self._histogram.place(self._edges[1:-1], self._scale)
+        edges = self._edges
         cumulative = self._histogram.cumulative()
         if parts is None:
             percentiles = self._live_percentiles(cumulative, self.min, self.max)
-            counts = self._histogram.counts_between(
-                self._histogram.place(edges[1:-1], self._scale), cumulative
-            )
+            counts = self._histogram.counts_between(self._edge_places, cumulative)
         else:
             percentiles = self._exact_percentiles(parts)
             counts = self._exact_counts(parts, edges)
