@@ -90,6 +90,7 @@ SCHEMA: dict[str, Key | Table] = {
         "enabled": Key("bool", required=True),
         "callback": Key("callable"),
         "metrics_address": Key("str"),
+        "role": Key("str"),
         "track_partitions": Key("names"),
         "sinks": Key("list"),
         "transfer_log_interval_s": Key("float", more_than=0),

@@ -34,6 +34,7 @@ class ObservabilityConfig(TypedDict):
     enabled: bool
     callback: NotRequired[Callable[[dict[str, Any]], None]]
     metrics_address: NotRequired[str]
+    role: NotRequired[str]
     track_partitions: NotRequired[list[str]]
     sinks: NotRequired[list[Any]]
     transfer_log_interval_s: NotRequired[float]

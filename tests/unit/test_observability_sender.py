@@ -66,7 +66,7 @@ def put(client, ids, **kwargs):
 
 
 def test_operations_arrive_with_sizes_times_tasks_and_errors(aggregator, inner):
-    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address)
+    client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address, role="trainer")
     before = time.time_ns()
     client.register_partition("p", ["x"], 2, ["train"])
     put(client, ["a", "b"])
@@ -77,7 +77,7 @@ def test_operations_arrive_with_sizes_times_tasks_and_errors(aggregator, inner):
         client.get_samples(["nobody"], "p", ["x"])
     client.close()
     ops, events = received(aggregator, said_goodbye)
-    assert isinstance(events[0], WorkerHello)
+    assert isinstance(events[0], WorkerHello) and events[0].role == "trainer"
     assert [(op.op, op.n_keys, op.n_bytes, op.status) for op in ops] == [
         ("register", 0, 0, "ok"),
         ("put", 2, 32, "ok"),

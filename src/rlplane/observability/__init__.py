@@ -52,6 +52,7 @@ def wrap_with_observability(
         wanted.get("callback") or log_event,
         sinks=wanted.get("sinks") or (),
         metrics_address=wanted.get("metrics_address") or os.environ.get(METRICS_ADDRESS_VARIABLE) or None,
+        role=wanted.get("role") or "",
         track_partitions=wanted.get("track_partitions") or (),
         transfer_log_interval_s=wanted.get("transfer_log_interval_s"),
         capacity={

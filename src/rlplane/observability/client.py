@@ -73,6 +73,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         on_event: Called with one :class:`DataPlaneEvent` per operation.
         sinks: Names, mappings with ``kind``, or objects with ``write`` and ``close``.
         metrics_address: The aggregator's address for events.
+        role: What this client is to the job, such as ``rollout``; the viewers show it.
         track_partitions: Partitions whose samples are followed one by one (``"*"``: all).
         transfer_log_interval_s: How often a line about the engine's transfers is logged; None: never.
         capacity: ``capacity_samples`` and ``capacity_bytes`` of the plane, for the viewers.
@@ -89,6 +90,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         *,
         sinks: Sequence[SinkSpec] = (),
         metrics_address: str | None = None,
+        role: str = "",
         track_partitions: Sequence[str] = (),
         transfer_log_interval_s: float | None = None,
         capacity: Mapping[str, int | None] | None = None,
@@ -96,11 +98,12 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._inner = inner
         self._options: dict[str, Any] = {
             "metrics_address": metrics_address,
+            "role": role,
             "track_partitions": list(track_partitions),
             "transfer_log_interval_s": transfer_log_interval_s,
             "capacity": dict(capacity or {}),
         }
-        sender = EventSender(metrics_address) if metrics_address else None
+        sender = EventSender(metrics_address, role=role) if metrics_address else None
         self._journal = Journal(on_event, sinks, sender, track_partitions)
         self._watcher = Watcher(
             inner,

@@ -55,7 +55,13 @@ def start_worker(
     name: str, client: DataPlaneClient, config: Mapping[str, Any], settings: Settings, run_dir: Path
 ) -> Worker:
     """Start a stage in the way that fits the engine. ``name`` is the stage's and a number: ``rollout-0``."""
-    order = {"name": name, "config": dict(config), "settings": asdict(settings), "extra": {}}
+    observability = {**config["observability"], "role": name}
+    order = {
+        "name": name,
+        "config": {**config, "observability": observability},
+        "settings": asdict(settings),
+        "extra": {},
+    }
     if name.startswith("train"):
         checkpoint = run_dir / "trainer.pt"
         order["extra"] = {"checkpoint": str(checkpoint), "resume": checkpoint.exists()}
