@@ -23,7 +23,7 @@ def test_real_transfers_are_measured() -> None:
         f"import os, pytest; c = pytest.main(['-q', '-p', 'no:cacheprovider', {tests!r}]); print(flush=True)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}; os._exit(c)"],
+        [sys.executable, "-c", f"{code}; print(flush=True); os._exit(code)"],
         capture_output=True,
         text=True,
         timeout=240,
