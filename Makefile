@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV := .venv
 STAMP := $(VENV)/.pins
 RUN := $(VENV)/bin
+# More than there may be cores: much of a test is waiting for processes to start, and for clocks.
+WORKERS ?= 3
 
 .PHONY: help setup demo test lint bench clean
 .DEFAULT_GOAL := help
@@ -30,9 +32,9 @@ lint: $(STAMP) ## ruff, mypy --strict, import contracts
 	@echo "==> import contracts"
 	@$(RUN)/lint-imports --no-cache
 
-test: lint ## Lint, then every test
+test: lint ## Lint, then every test, in WORKERS processes
 	@echo "==> tests"
-	@$(RUN)/python -m pytest $(ARGS)
+	@$(RUN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 bench: $(STAMP) ## Measure us, the peers and the machine's limit side by side
 	@echo "==> bench"

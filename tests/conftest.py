@@ -1,4 +1,4 @@
-"""What every test is given: the logging that it found is the logging that the next one finds."""
+"""What every test is given: a group to run with, and the logging that the test before it found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+
+# They take longest, so they begin first.
+_LONG = ("mooncake", "simple", "test_demo_runs", "test_bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, when tests run in several processes, what shares a cluster or the fixtures of a file."""
+    groups = {}
+    for item in items:
+        cluster = "mooncake" if "mooncake" in item.name else "simple"
+        shares_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+        groups[item] = cluster if shares_ray else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlplane.adapters.local import mapping, planedir
-from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_all
+from rlplane.adapters.local.mapping import Lease, ScratchPool, Segments, detach_all, scratch
 from rlplane.adapters.local.planedir import PlaneDir
 from rlplane.adapters.local.wire import Extent
 from rlplane.errors import CapacityError, PlaneConnectionError
@@ -169,7 +169,7 @@ def test_scratch_memory_is_reused_when_nobody_has_it_any_more() -> None:
 
 
 def test_small_scratch_memory_is_not_pooled() -> None:
-    pool = ScratchPool(smallest=PAGE)
+    pool = ScratchPool(keep=PAGE, smallest=PAGE)
     small = pool.empty(PAGE - 1)
     assert small.shape == (PAGE - 1,)
     del small
@@ -188,12 +188,29 @@ def test_the_pool_keeps_no_more_than_it_may() -> None:
     assert pool._kept == 8 * PAGE
 
 
+def test_a_forked_child_has_scratch_memory_of_its_own() -> None:
+    mine = scratch.empty(2**20)
+    mine.numpy()[:] = 1
+    address = mine.data_ptr()
+    del mine
+    child = os.fork()
+    if not child:
+        first = scratch.empty(2**20)
+        first.numpy()[:] = 2  # not in torch, whose threads do not survive a fork
+        place = first.data_ptr()
+        del first
+        os._exit(0 if scratch.empty(2**20).data_ptr() == place else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    again = scratch.empty(2**20)
+    assert again.data_ptr() == address and bool((again.numpy() == 1).all())
+
+
 @pytest.mark.parametrize("what", ["pool", "lease"])
 def test_memory_that_is_collected_while_the_lock_is_held_does_not_wait_for_itself(
     what: str, directory: PlaneDir
 ) -> None:
     # The collector may run a finalizer at any allocation, in the thread that holds the lock.
-    pool = ScratchPool(smallest=1)
+    pool = ScratchPool(keep=PAGE, smallest=1)
     held, _ = lease()
 
     def collect() -> None:

@@ -194,12 +194,18 @@ os.register_at_fork(before=detach_all)
 class ScratchPool:
     """Memory for gathered batches, reused because fresh pages cost more than the copy into them."""
 
-    def __init__(self, keep: int = 512 * 2**20, smallest: int = 256 * 1024) -> None:
+    def __init__(self, keep: int, smallest: int = 256 * 1024) -> None:
         self._keep, self._smallest = keep, smallest
-        self._lock = threading.RLock()  # as in Lease
         self._free: list[tuple[int, int]] = []
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """In the child: what is kept is a copy, and the thread that held the lock may not be here."""
+        self._lock = threading.RLock()  # as in Lease
+        for address, size in self._free:
+            _libc.munmap(address, size)
+        self._free = []
         self._kept = 0
-        self._pid = os.getpid()
 
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised bytes that belong to the caller."""
@@ -224,7 +230,7 @@ class ScratchPool:
     def _give(self, address: int, size: int) -> None:
         drop = [(address, size)]
         with self._lock:
-            if size <= self._keep and self._pid == os.getpid():
+            if size <= self._keep:
                 # The oldest go first, or sizes that nobody asks for any more would fill the pool for ever.
                 drop = []
                 while self._kept + size > self._keep:
@@ -236,7 +242,9 @@ class ScratchPool:
             _libc.munmap(old_address, old_size)
 
 
-scratch = ScratchPool()
+# The memory of a read of the largest usual batches, and never much of the machine's.
+scratch = ScratchPool(min(2**30, os.sysconf("SC_PHYS_PAGES") * _PAGE // 16))
+os.register_at_fork(after_in_child=scratch.after_fork)
 
 
 def _map(size: int, flags: int, fd: int, offset: int) -> int:
