@@ -276,7 +276,7 @@ def _nested_source(name: str, value: Any, count: int) -> Source:
         _check_rows(name, len(ends) - 1, count)
         if count:
             start, stop = int(ends[0]), int(ends[-1])
-            if start or stop != len(values):
+            if start or stop != values.size(0):
                 values, offsets = values[start:stop], offsets - start
     else:
         value = value.detach().cpu()

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.adapters.local import wire
-from rlplane.adapters.local.blocks import Assembler, Bytes
+from rlplane.adapters.local.blocks import Assembler, Bytes, Source
 from rlplane.adapters.local.checkpoint import read_checkpoint, write_checkpoint
 from rlplane.adapters.local.connection import Connection
 from rlplane.adapters.local.copying import copy_all
@@ -134,7 +134,8 @@ class ShmDataPlaneClient(DataPlaneClient):
 
     def _write(self, link: _Link, write: Write, version: int, deadline: float) -> bool:
         layouts = [source.layout for source in write.sources]
-        used = sum(layout.nbytes for layout in layouts)
+        sizes = [layout.nbytes for layout in layouts]
+        used = sum(sizes)
         extent: Extent | None = None
         started = time.perf_counter()
         copied = started
@@ -143,7 +144,7 @@ class ShmDataPlaneClient(DataPlaneClient):
             try:
                 link.segments.back(extent)
                 copied = time.perf_counter()
-                _fill(link.segments.view(extent), write)
+                _fill(link.segments.view(extent), write.sources, sizes)
             except BaseException:
                 link.connection.request(wire.Unreserve(extent.number))
                 raise
@@ -511,12 +512,12 @@ def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int,
     return groups
 
 
-def _fill(memory: Tensor, write: Write) -> None:
+def _fill(memory: Tensor, sources: list[Source], sizes: list[int]) -> None:
     copies = []
     start = 0
-    for source in write.sources:
+    for source, size in zip(sources, sizes, strict=True):
         copies += source.copies(memory, start)
-        start += source.nbytes
+        start += size
     copy_all(copies)
 
 
