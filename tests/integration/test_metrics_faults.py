@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -268,6 +269,13 @@ except KeyboardInterrupt:
     sender.close(timeout=30)
     sys.exit(child.wait())
 """
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: it is where Unix sockets are made, whose paths have little room."""
+    with tempfile.TemporaryDirectory(prefix="rlp-") as path:
+        yield Path(path)
 
 
 @pytest.fixture

@@ -19,11 +19,9 @@ import pytest
 )
 def test_real_transfers_are_measured() -> None:
     tests = str(Path(__file__).with_name("nixl_transfers.py"))
-    code = (
-        f"import os, pytest; c = pytest.main(['-q', '-p', 'no:cacheprovider', {tests!r}]); print(flush=True)"
-    )
+    program = f"import os, pytest; code = pytest.main(['-q', '-p', 'no:cacheprovider', {tests!r}])"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}; print(flush=True); os._exit(code)"],
+        [sys.executable, "-c", f"{program}; print(flush=True); os._exit(code)"],
         capture_output=True,
         text=True,
         timeout=240,

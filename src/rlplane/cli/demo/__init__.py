@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -102,7 +104,7 @@ def demo(
     note(f"run {run_dir}: {'/'.join(engine)}, {settings.steps} steps, seed {settings.seed}")
     # Packing ragged columns makes torch warn, once per process, about its own internals.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    with _interrupting(job), display, _threads_share_the_cores(engine):
+    with _interrupting(job), display, _threads_share_the_cores(engine), _stdout_for_data(as_json):
         outcome = job.run()
     summary = write_results(outcome, run_dir)
     if as_json:
@@ -178,6 +180,23 @@ def _interrupting(job: Job) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _stdout_for_data(as_json: bool) -> Iterator[None]:
+    """With ``--json``, what libraries print meanwhile goes to stderr: Ray prints its raylet's warnings."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(ours, 1)
+        os.close(ours)
 
 
 @contextlib.contextmanager
