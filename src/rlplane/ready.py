@@ -212,9 +212,11 @@ class GroupQueue(ReadyQueue):
         """Nothing to do: groups are kept by row in dictionaries."""
 
     def offer(self, rows: Rows) -> None:
-        for row in rows.tolist():
-            if row not in self._group_of:
-                self._gather(row, self._table.groups[row], self._groups.append)
+        known = self._group_of
+        names = self._table.groups[rows].tolist()
+        for row, name in zip(rows.tolist(), names, strict=True):
+            if row not in known:
+                self._gather(row, name, self._groups.append)
 
     def restore(self, rows: Rows) -> None:
         # Back to front, so that groups made whole end up in the order in which they were claimed.
@@ -236,7 +238,9 @@ class GroupQueue(ReadyQueue):
                 self._gather(row, name, place)
 
     def _gather(self, row: int, name: str, place: Callable[[_Group], None]) -> None:
-        members = self._gathering.setdefault(name, {})
+        members = self._gathering.get(name)
+        if members is None:
+            members = self._gathering[name] = {}
         members[row] = None
         if len(members) == self._group_size:
             del self._gathering[name]
@@ -246,18 +250,24 @@ class GroupQueue(ReadyQueue):
             self.ready += self._group_size
 
     def discard(self, rows: Rows) -> None:
-        for row in rows.tolist():
+        going = dict.fromkeys(rows.tolist())
+        broken: dict[_Group, None] = {}
+        for row in going:
             group = self._group_of.get(row)
             if group is not None:
-                # The others of a broken group wait for another member.
-                self._leave(group)
-                self._gather_again([other for other in group.rows if other != row], self._groups.append)
-            else:
-                members = self._gathering.get(self._table.groups[row])
-                if members is not None:
-                    members.pop(row, None)
-                    if not members:
-                        del self._gathering[self._table.groups[row]]
+                broken[group] = None
+                continue
+            members = self._gathering.get(self._table.groups[row])
+            if members is not None:
+                members.pop(row, None)
+                if not members:
+                    del self._gathering[self._table.groups[row]]
+        for group in broken:
+            self._leave(group)
+            # The others of a broken group wait for another member; mostly there are none.
+            others = [row for row in group.rows if row not in going]
+            if others:
+                self._gather_again(others, self._groups.append)
         if len(rows):
             self.touched()
             if len(self._groups) > 2 * self.ready + 4096:

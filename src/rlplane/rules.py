@@ -7,7 +7,6 @@ would be right, before anything has been changed.
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -137,9 +136,6 @@ def check_timeout(timeout_s: float) -> float:
     return timeout_s
 
 
-_GROUP_IN_ID = re.compile(r"(.*)_g\d+", re.DOTALL)
-
-
 def group_of(sample_id: str, tag: dict[str, Any] | None) -> str:
     """The group of a sample: its tag ``group``, else its id up to the last ``_g<number>``."""
     if tag is not None:
@@ -150,13 +146,13 @@ def group_of(sample_id: str, tag: dict[str, Any] | None) -> str:
                     f"tag 'group' of sample {sample_id!r} must be a string or an integer, not {group!r}"
                 )
             return f"{type(group).__name__}:{group}"
-    match = _GROUP_IN_ID.fullmatch(sample_id)
-    if match is None:
+    group, mark, number = sample_id.rpartition("_g")
+    if not mark or not number.isdecimal():
         raise InvalidRequestError(
             f"sample {sample_id!r} is in a partition with grpo_group_size and belongs to no group: "
             "give it the tag 'group', or an id that ends in _g<number>"
         )
-    return f"str:{match[1]}"
+    return f"str:{group}"
 
 
 def _in(value: Any, options: Any) -> bool:
@@ -206,14 +202,12 @@ def compile_where(where: Mapping[str, Any] | None) -> Condition | None:
             tests.append((tag, _OPERATORS[name], operand))
 
     def matches(tags: dict[str, Any]) -> bool:
-        for tag, test, operand in tests:
-            if tag not in tags:
-                return False
-            try:
+        try:
+            for tag, test, operand in tests:
                 if not test(tags[tag], operand):
                     return False
-            except (TypeError, ValueError):
-                return False
+        except (KeyError, TypeError, ValueError):
+            return False  # the tag is not there, or cannot be compared
         return True
 
     return matches

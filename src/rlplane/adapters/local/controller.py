@@ -351,9 +351,10 @@ class Controller:
         sizes = [layout.nbytes for layout in request.layouts]
         if sum(sizes) > (extent.size if extent else 0):
             raise InvalidRequestError("the layouts of a commit do not fit into its extent")
-        if any(layout.rows != len(request.ids) or layout.values_nbytes < 0 for layout in request.layouts):
+        count = len(request.ids)
+        if any(layout.rows != count or layout.values_nbytes < 0 for layout in request.layouts):
             raise InvalidRequestError("the layouts of a commit have another number of rows than ids")
-        if len(set(request.ids)) != len(request.ids) or "" in request.ids or not request.ids:
+        if len(set(request.ids)) != count or "" in request.ids or not count:
             raise InvalidRequestError("the ids of a commit are not distinct, non-empty strings")
         if request.tags is not None and len(request.tags) != len(request.ids):
             raise InvalidRequestError("a commit has one tag per id")
