@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rlplane.cli.options import Json
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_json
+from rlplane.metrics.events import WorkerHello
 from rlplane.metrics.journal import read_journal
 from rlplane.metrics.publisher import write_atomically
 from rlplane.sinks.jsonl import record_files
@@ -84,11 +85,15 @@ def _write_journals(paths: list[Path], out: Path) -> int:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """A journal's operations in the form of a sink's records; the worker's name says more than its host."""
+    names: dict[str, str] = {}
     for batch in read_journal(path):
+        for event in batch.events:
+            if isinstance(event, WorkerHello) and event.role:
+                names[batch.worker] = f"{event.role} · {batch.worker}"
         for op in batch.op_records():
             yield {
                 "kind": "op",
-                "host": batch.worker,
+                "host": names.get(batch.worker, batch.worker),
                 "pid": batch.pid,
                 "thread": f"thread {op.thread_id}",
                 "thread_id": op.thread_id,
