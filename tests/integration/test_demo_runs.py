@@ -63,7 +63,7 @@ def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
     workers = {path.stem for path in run_dir.glob("*-*.log")}
     assert workers == {"train-0", "rollout-0", "rollout-1", "score-0"}
     report = json.loads((run_dir / "report.json").read_text())
-    assert workers <= {worker["role"] for worker in report["workers"]}
+    assert workers <= {worker.get("role") for worker in report["workers"]}
     trace = json.loads((run_dir / "trace.json").read_text())
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert workers <= {name.partition(" · ")[0] for name in processes}
