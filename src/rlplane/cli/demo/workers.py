@@ -6,7 +6,6 @@ SIGTERM, and then ends the batch that it has in hand.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -30,7 +29,6 @@ __all__ = ["Worker", "start_worker"]
 
 _STAGES: dict[str, Callable[..., None]] = {"rollout": rollout, "score": score, "train": train}
 _Order = dict[str, Any]
-_NICENESS = 10
 
 
 class Worker(Protocol):
@@ -198,7 +196,7 @@ def _run_alone(order: _Order, stop: Stop) -> None:
     torch.set_num_threads(1)  # the workers have the machine's cores to share
     if not order["name"].startswith("train"):
         # Where cores are few, the trainer and the plane go first: rollouts only have to stay ahead of them.
-        os.nice(_NICENESS)
+        os.nice(5)
     with build_data_plane_client(order["config"], bootstrap=False) as client:
         _run_stage(order, client, stop)
 
@@ -214,10 +212,6 @@ def main() -> None:
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     order = json.load(sys.stdin)
-    if not order["name"].startswith("train"):
-        # Linux weighs sessions, and this is one: a process's own niceness counts only inside it.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/autogroup").write_text(str(_NICENESS))
     try:
         _run_alone(order, stopping.is_set)
     except PlaneConnectionError as error:
