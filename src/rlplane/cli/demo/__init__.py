@@ -113,7 +113,8 @@ def demo(
         write_text("\n".join(story(summary)))
         write_text(f"report: {run_dir}/report.html, and .txt, .json, reward.svg, trace.json beside it")
     if outcome.state == "INTERRUPTED":
-        note(f"to go on: rlplane demo --resume {run_dir}" if outcome.resumable else "it cannot be resumed")
+        why_not = f"it cannot be resumed: {'/'.join(engine)} has no checkpoints"
+        note(f"to go on: rlplane demo --resume {run_dir}" if outcome.resumable else why_not)
         return ExitCode.INTERRUPTED
     return ExitCode.OK if outcome.books is not None and outcome.books.balanced else ExitCode.FAILED
 
