@@ -7,7 +7,6 @@ over, summed up, logged and handed on.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -187,12 +186,11 @@ class Watcher:
     def finish(self) -> None:
         """The last transfers and counts, before the engine is closed."""
         self.collect_transfers()
-        if self._journal.sender is not None:
-            # Or the report would end with what was held a second before the last clear.
-            with contextlib.suppress(Exception):
-                self.reconcile_all(thoroughly=False)
         if self._log_interval_s is not None:
             self.log_transfers(self._log_interval_s)
+        if self._journal.sender is not None:
+            # Or the report would end with what was held a second before the last clear.
+            self.reconcile_all(thoroughly=False)
 
     def _run(self) -> None:
         journal = self._journal

@@ -94,7 +94,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @staticmethod
     def factory() -> Any:
         """The factory of the planes; ``data_plane_state_machine`` sets it."""
-        raise NotImplementedError
+        raise NotImplementedError("make a machine with data_plane_state_machine(factory)")
 
     def __init__(self) -> None:
         super().__init__()

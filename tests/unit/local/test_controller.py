@@ -210,13 +210,19 @@ def test_a_spare_is_not_used_up_by_a_request_that_names_another_extent(desk: Des
 # Commits
 
 
-def test_a_commit_that_waits_for_samples_keeps_its_bytes_and_gives_them_back_when_it_gives_up() -> None:
+def full_of_samples() -> tuple[Desk, wire.Extent]:
+    """A plane of two samples that has them, and an extent of three pages for client 1."""
     desk = Desk(capacity=2)
     for owner in (0, 1):
         desk.controller.connect(owner)
     desk.register()
     desk.put(0, ["a", "b"], 1)
     extent = desk.answers[desk.reserve(1, 3)].extent
+    return desk, extent
+
+
+def test_a_commit_that_waits_for_samples_keeps_its_bytes_and_gives_them_back_when_it_gives_up() -> None:
+    desk, extent = full_of_samples()
     waiting = desk.commit(1, ["c"], extent, 3, timeout_s=2.0)
     assert waiting not in desk.answers and desk.arena.used == 4 * PAGE
     desk.pass_time(2.0)
@@ -226,12 +232,7 @@ def test_a_commit_that_waits_for_samples_keeps_its_bytes_and_gives_them_back_whe
 
 
 def test_a_commit_that_waits_for_samples_is_answered_by_the_clear_with_a_spare() -> None:
-    desk = Desk(capacity=2)
-    for owner in (0, 1):
-        desk.controller.connect(owner)
-    desk.register()
-    desk.put(0, ["a", "b"], 1)
-    extent = desk.answers[desk.reserve(1, 3)].extent
+    desk, extent = full_of_samples()
     waiting = desk.commit(1, ["c"], extent, 3, want=PAGE)
     desk.ask(0, wire.Clear("p", ["a"]))
     assert desk.answers[waiting].spare.size == PAGE

@@ -134,7 +134,7 @@ class ShmDataPlaneClient(DataPlaneClient):
 
     def _write(self, link: _Link, write: Write, version: int, deadline: float) -> bool:
         layouts = [source.layout for source in write.sources]
-        sizes = [layout.nbytes for layout in layouts]
+        sizes = [source.nbytes for source in write.sources]
         used = sum(sizes)
         extent: Extent | None = None
         started = time.perf_counter()

@@ -107,8 +107,8 @@ def copy_all(copies: Iterable[Copy]) -> None:
         for start in range(0, nbytes, _PIECE)
     ]
     job = _Job(pieces)
-    _helpers.offer(job)
     try:
+        _helpers.offer(job)
         job.work()
     except BaseException:
         job.cancelled = True

@@ -160,14 +160,13 @@ class MemoryDataPlaneClient(DataPlaneClient):
         return write.meta(allow_pickle=self._allow_pickle)
 
     def _write(self, plane: _Plane, write: Write, deadline: float) -> None:
-        sizes = [source.layout.nbytes for source in write.sources]
+        sizes = [source.nbytes for source in write.sources]
         plane.reserve(sum(sizes), deadline)
         numbers: list[int] = []
         waiter = _Waiter()
         try:
             filled = [
-                (source.layout, torch.empty(source.layout.nbytes, dtype=torch.uint8))
-                for source in write.sources
+                (source.layout, torch.empty(source.nbytes, dtype=torch.uint8)) for source in write.sources
             ]
             copy_all(
                 copy

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +22,7 @@ from cyclopts.validators import Number
 
 from rlplane.cli.options import Flag, Json
 from rlplane.cli.outcome import CommandError, ExitCode
-from rlplane.cli.output import note, write_json, write_text
+from rlplane.cli.output import note, redirected, write_json, write_text
 
 if TYPE_CHECKING:
     from rlplane.cli.demo.job import Job
@@ -104,7 +102,9 @@ def demo(
     note(f"run {run_dir}: {'/'.join(engine)}, {settings.steps} steps, seed {settings.seed}")
     # Packing ragged columns makes torch warn, once per process, about its own internals.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    with _interrupting(job), display, _threads_share_the_cores(engine), _stdout_for_data(as_json):
+    # stdout is for the JSON: Ray prints its raylet's warnings there.
+    for_data = redirected(1, 2) if as_json else contextlib.nullcontext()
+    with _interrupting(job), display, _threads_share_the_cores(engine), for_data:
         outcome = job.run()
     summary = write_results(outcome, run_dir)
     if as_json:
@@ -181,23 +181,6 @@ def _interrupting(job: Job) -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _stdout_for_data(as_json: bool) -> Iterator[None]:
-    """With ``--json``, what libraries print meanwhile goes to stderr: Ray prints its raylet's warnings."""
-    if not as_json:
-        yield
-        return
-    sys.stdout.flush()
-    ours = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(ours, 1)
-        os.close(ours)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlplane import DataPlaneClient, UnsupportedOperationError, build_data_plane_client, load_config
 from rlplane.cli.demo.workers import Worker, start_worker
 from rlplane.cli.outcome import CommandError
+from rlplane.cli.output import redirected
 from rlplane.metrics.launcher import start_aggregator
 from rlplane_examples.grpo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
 
@@ -159,14 +159,8 @@ class Job:
 
     def _start_plane(self, config: Mapping[str, Any]) -> DataPlaneClient:
         """Build the client that starts the engine, whose own log goes to a file and not over the display."""
-        with (self.run_dir / ENGINE_LOG_NAME).open("ab") as log:
-            ours = os.dup(2)
-            os.dup2(log.fileno(), 2)
-            try:
-                return build_data_plane_client(config)
-            finally:
-                os.dup2(ours, 2)
-                os.close(ours)
+        with (self.run_dir / ENGINE_LOG_NAME).open("ab") as log, redirected(2, log.fileno()):
+            return build_data_plane_client(config)
 
     def _open_plane(self, client: DataPlaneClient) -> None:
         note = self.run_dir / INTERRUPTED_NAME
