@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Ray's workers give way to all other processes by default: beside two other test processes they starved, and
+# an actor took more than a minute to start. Inherited by every process that a test starts.
+os.environ.update(RAY_worker_niceness="0")
 
 # They take longest, so they begin first.
 _LONG = ("mooncake", "simple", "test_demo_runs", "test_bench")

@@ -281,7 +281,8 @@ class _Start:
         except ray.exceptions.GetTimeoutError:
             raise PlaneConnectionError(
                 f"the plane's actors did not start within {patience:g} s; "
-                f"Ray has {ray.available_resources()} left"
+                f"Ray has {ray.available_resources()} left. If the machine is busy: Ray's workers give way "
+                "to everything else, unless RAY_worker_niceness=0 is set where Ray is started"
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise PlaneConnectionError(
@@ -391,6 +392,9 @@ def _ensure_ray(cfg: DataPlaneConfig, *, start: bool) -> bool:
         raise PlaneConnectionError("transfer_queue.ray_address is 'local': there is no Ray to connect to yet")
     if start and address in (None, "local"):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray's workers give way to all other processes by default. The plane's actors are what those wait
+        # for, and on a busy machine they would not even start in time.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         arguments["include_dashboard"] = False
         if options.get("node_ip"):
             arguments["_node_ip_address"] = options["node_ip"]

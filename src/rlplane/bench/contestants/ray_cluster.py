@@ -25,6 +25,8 @@ def start_ray(store_bytes: int) -> str:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # By default Ray's workers give way to all other processes: that would slow the peers, and nobody else.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Short: Ray puts Unix sockets below it, and their paths have little room.
     _directories.append(tempfile.mkdtemp(prefix="rlpb-"))
     ray.init(
