@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .task import EQUALS, MAX_LETTERS, MAX_TOKENS, PAD, VOCABULARY, response_length
 
-WIDTH, LAYERS, HEADS = 128, 2, 4
+WIDTH, LAYERS, HEADS = 128, 3, 4
 EMBEDDING_SPREAD = 0.5  # wide enough that attention tells places apart from the first step on
 
 

@@ -30,7 +30,7 @@ class Settings:
     """All that may differ between two runs. Every worker gets a copy when it starts."""
 
     seed: int = 0
-    steps: int = 120
+    steps: int = 80
     groups_per_step: int = 64
     group_size: int = 8
     max_staleness: int = 3
@@ -43,9 +43,9 @@ class Settings:
 
     @property
     def groups_in_flight(self) -> int:
-        """How many groups are between prompt and clear: enough that rollouts go on while the trainer is
-        busy, and not so many that most would be too old when their turn comes."""
-        return 3 * self.groups_per_step
+        """How many groups are between prompt and clear. So many that rollouts never wait for the trainer: one
+        more would be too old when its turn comes."""
+        return (self.max_staleness + 2) * self.groups_per_step
 
     @property
     def judged_per_step(self) -> int:

@@ -7,7 +7,7 @@ import random
 LETTERS = "abcdefghij"
 VOCABULARY = ["<pad>", "=", *LETTERS]
 PAD, EQUALS, FIRST_LETTER = 0, 1, 2
-MIN_LETTERS, MAX_LETTERS = 3, 8
+MIN_LETTERS, MAX_LETTERS = 3, 10
 MAX_TOKENS = 2 * MAX_LETTERS + 1  # the string, "=", and as many letters again
 
 

@@ -50,6 +50,7 @@ class Put:
     ) -> None:
         self.partition_id, self.ids, self.blocks, self.tags = partition_id, ids, blocks, tags
         self.nbytes, self.owner, self.now, self.token = nbytes, owner, now, token
+        self.groups: list[str] = []  # of its new samples, once it is checked
 
 
 class Claim:
@@ -192,10 +193,12 @@ class Partition:
     def check_put(self, put: Put) -> int:
         """The number of new samples in a put; raises if it cannot be written."""
         new = len(put.ids) - sum(map(self.rows.__contains__, put.ids))
+        put.groups = []
         if self.spec.group_size and new:
-            for place, sample_id in enumerate(put.ids):
-                if sample_id not in self.rows:
-                    group_of(sample_id, put.tags[place] if put.tags else None)
+            tags = put.tags or [None] * len(put.ids)
+            put.groups = [
+                group_of(i, tag) for i, tag in zip(put.ids, tags, strict=True) if i not in self.rows
+            ]
         return new
 
     def write(self, put: Put, stamp: int) -> list[NDArray[np.int64]]:
@@ -245,7 +248,10 @@ class Partition:
         born: NDArray[np.float64],
     ) -> Rows:
         """Make the samples of a checkpoint, without fields; return their rows."""
-        rows, _ = self._rows_for(Put(self.spec.partition_id, ids, {}, tags), groups) if ids else (_NO_ROWS, 0)
+        put = Put(self.spec.partition_id, ids, {}, tags)
+        if not groups:
+            self.check_put(put)
+        rows, _ = self._rows_for(put, groups) if ids else (_NO_ROWS, 0)
         self.born[rows] = born
         return rows
 
@@ -308,7 +314,7 @@ class Partition:
         if groups:
             self.groups[fresh] = groups
         elif self.spec.group_size:
-            self.groups[fresh] = [group_of(i, t) for i, t in zip(new_ids, new_tags, strict=True)]
+            self.groups[fresh] = put.groups
         self.serial[fresh] = np.arange(self._next_serial, self._next_serial + new)
         self._next_serial += new
         self.born[fresh] = put.now

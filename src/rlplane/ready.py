@@ -212,11 +212,18 @@ class GroupQueue(ReadyQueue):
         """Nothing to do: groups are kept by row in dictionaries."""
 
     def offer(self, rows: Rows) -> None:
-        known = self._group_of
-        names = self._table.groups[rows].tolist()
-        for row, name in zip(rows.tolist(), names, strict=True):
-            if row not in known:
-                self._gather(row, name, self._groups.append)
+        known, size = self._group_of, self._group_size
+        names, numbers = self._table.groups[rows].tolist(), rows.tolist()
+        for at in range(0, len(numbers), size):
+            few, name = numbers[at : at + size], names[at]
+            # Members of a group mostly come together.
+            together = names[at : at + size].count(name) == size and name not in self._gathering
+            if together and known.keys().isdisjoint(few) and len(set(few)) == size:
+                self._join(few, self._groups.append)
+                continue
+            for row, name in zip(few, names[at : at + size], strict=True):
+                if row not in known:
+                    self._gather(row, name, self._groups.append)
 
     def restore(self, rows: Rows) -> None:
         # Back to front, so that groups made whole end up in the order in which they were claimed.
@@ -244,13 +251,19 @@ class GroupQueue(ReadyQueue):
         members[row] = None
         if len(members) == self._group_size:
             del self._gathering[name]
-            group = _Group(list(members))
-            place(group)
-            self._group_of.update(dict.fromkeys(group.rows, group))
-            self.ready += self._group_size
+            self._join(list(members), place)
+
+    def _join(self, rows: list[int], place: Callable[[_Group], None]) -> None:
+        group = _Group(rows)
+        place(group)
+        self._group_of.update(dict.fromkeys(rows, group))
+        self.ready += self._group_size
 
     def discard(self, rows: Rows) -> None:
         going = dict.fromkeys(rows.tolist())
+        names = self._table.groups[rows].tolist()
+        if self._group_of.keys().isdisjoint(going) and self._gathering.keys().isdisjoint(names):
+            return
         broken: dict[_Group, None] = {}
         for row in going:
             group = self._group_of.get(row)

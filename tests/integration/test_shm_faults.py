@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import select
 import signal
+import socket
 import stat
 import threading
 import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -23,6 +26,7 @@ from tests.integration.shm_workers import FIELDS, batch, is_whole, kill, start
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.doctor import clean, inspect
 from rlplane.adapters.local.planedir import PlaneDir, left_overs
+from rlplane.adapters.local.stream import message
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 
@@ -261,14 +265,17 @@ def test_the_directory_is_0700_and_what_is_in_it_0600(plane):
 def attacked():
     client = build_data_plane_client(load_config("shm"))
     client.register_partition("flow", FIELDS, 10**9, ["train"])
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 2000)
-    socket.connect(PlaneDir.at(client.controller_address).control)
-    yield client, socket
-    socket.close()
-    context.term()
+    with knock(client) as attacker:
+        yield client, attacker
     client.close()
+
+
+def knock(client):
+    """A bare socket to the controller, as anybody with the same user could open one."""
+    attacker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    attacker.settimeout(20)
+    attacker.connect(PlaneDir.at(client.controller_address).control)
+    return attacker
 
 
 def check_service(client):
@@ -279,14 +286,43 @@ def check_service(client):
 
 
 def test_100_000_random_frames_are_refused_and_service_goes_on(attacked):
-    client, socket = attacked
+    client, attacker = attacked
     noise = random.Random(3)
     for number in range(100_000):
-        frames = [noise.randbytes(noise.randrange(64)) for _ in range(noise.choice((1, 1, 1, 2, 3)))]
-        socket.send_multipart(frames)
+        attacker.sendall(message(noise.randrange(2**64), noise.randbytes(noise.randrange(64))))
         if number % 10_000 == 0:
             check_service(client)
     check_service(client)
+
+
+def test_random_bytes_that_are_not_even_frames_are_refused_and_service_goes_on(attacked):
+    client, _ = attacked
+    noise = random.Random(4)
+    for number in range(2_000):
+        with knock(client) as attacker, contextlib.suppress(BrokenPipeError):
+            for _ in range(noise.randrange(4)):
+                # Every other one begins with a length that is small enough to be believed.
+                length = noise.randrange(99).to_bytes(4, "little") if number % 2 else b""
+                attacker.sendall(length + noise.randbytes(noise.randrange(64)))
+        if number % 200 == 0:
+            check_service(client)
+    check_service(client)
+
+
+def test_who_sends_requests_and_never_reads_the_answers_fills_no_memory(attacked):
+    client, _ = attacked
+    ids = [f"a-long-name-of-a-sample-{row}" for row in range(1_000)]
+    client.put_samples(ids, "flow", batch(ids))
+    ask = message(1, wire.encode(wire.Envelope(client._link().connection.owner, wire.ListIds("flow"))))
+    with knock(client) as attacker:
+        attacker.settimeout(2)
+        controller = psutil.Process(client._process.pid)
+        before = controller.memory_info().rss
+        with contextlib.suppress(TimeoutError):
+            attacker.sendall(ask * 100_000)  # each answer is a thousand times as long
+        check_service(client)
+        assert controller.memory_info().rss - before < 2**26
+    client.clear_samples(ids, "flow")
 
 
 PLAIN = st.recursive(
@@ -299,28 +335,28 @@ PLAIN = st.recursive(
 @given(st.lists(PLAIN, max_size=10), st.sampled_from([type_.__name__ for type_ in wire.Request.__args__]))
 @settings(max_examples=300, deadline=None)
 def test_frames_that_look_like_requests_are_refused_and_service_goes_on(attacked, parts, name):
-    client, socket = attacked
+    client, attacker = attacked
     owner = client._link().connection.owner
     if name != "Shutdown":  # which is the one request that is meant to end it
-        socket.send(bytes(8) + msgspec.msgpack.encode([owner, [name, *parts]]))
-    socket.send(bytes(8) + msgspec.msgpack.encode([10**6, [name, *parts]]))
+        attacker.sendall(message(1, msgspec.msgpack.encode([owner, [name, *parts]])))
+    attacker.sendall(message(1, msgspec.msgpack.encode([10**6, [name, *parts]])))
+    while select.select([attacker], [], [], 0)[0]:
+        attacker.recv(2**20)
     client.check_consumption_status("flow", ["train"])
 
 
 def test_truncated_and_oversized_requests_are_refused(attacked):
-    client, socket = attacked
+    client, attacker = attacked
     body = msgspec.msgpack.encode(wire.Envelope(0, wire.Locate("flow", ["s0"] * 1000, ["a"])))
     for cut in range(0, len(body), 97):
-        socket.send(bytes(8) + body[:cut])
+        attacker.sendall(message(1, body[:cut]))
+        with knock(client) as hasty:
+            hasty.sendall(message(1, body)[:cut])
     check_service(client)
-    huge = zmq.Context()
-    attacker = huge.socket(zmq.DEALER)
-    attacker.setsockopt(zmq.LINGER, 0)
-    attacker.connect(PlaneDir.at(client.controller_address).control)
-    attacker.send(bytes(8) + bytes(257 * 2**20))
+    with knock(client) as boaster:
+        boaster.sendall((257 * 2**20).to_bytes(4, "little") + bytes(1000))
+        assert boaster.recv(1) == b"", "the controller hangs up"
     check_service(client)
-    attacker.close()
-    huge.term()
 
 
 def test_a_claim_that_was_interrupted_gives_its_samples_back(plane, monkeypatch):

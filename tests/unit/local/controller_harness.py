@@ -45,11 +45,9 @@ class Desk:
         del self.on_offer[owner]
         return True
 
-    def post(
-        self, owner: int, request: Any, *, address: bytes = b"", released: tuple[int, ...] = ()
-    ) -> Caller:
+    def post(self, owner: int, request: Any, *, channel: int = 0, released: tuple[int, ...] = ()) -> Caller:
         """Deliver a request; its answer is in ``answers``, now or later."""
-        caller = Caller(owner, next(self._numbers), address)
+        caller = Caller(owner, next(self._numbers), channel)
         self.controller.handle(caller, wire.Envelope(owner, request, list(released)))
         return caller
 

@@ -81,12 +81,12 @@ def test_a_reservation_that_runs_out_of_time_is_told_how_full_it_is(desk: Desk) 
 @pytest.mark.parametrize("how", ["timeout", "abandon", "close", "death"])
 def test_when_the_first_in_line_leaves_the_next_one_moves_up(desk: Desk, how: str) -> None:
     desk.put(0, ["a"], 8)
-    large, small = desk.reserve(1, 12, timeout_s=5.0, address=b"one"), desk.reserve(2, 2)
+    large, small = desk.reserve(1, 12, timeout_s=5.0, channel=1), desk.reserve(2, 2)
     assert small not in desk.answers
     if how == "timeout":
         desk.pass_time(5.0)
     elif how == "abandon":
-        desk.post(1, wire.Abandon(large.number), address=b"one")
+        desk.controller.abandon(large)
     else:
         desk.controller.disconnect(1, died=how == "death")
     assert desk.answers[small].extent.size == 2 * PAGE
@@ -298,14 +298,14 @@ def test_a_claim_that_waits_is_answered_by_the_write_or_by_the_clock(desk: Desk)
 
 def test_an_interrupted_claim_gives_back_what_it_was_answered(desk: Desk) -> None:
     desk.put(0, ["a", "b"])
-    caller = desk.claim(1, 1, address=b"one")
-    desk.post(1, wire.Abandon(caller.number), address=b"one")
+    caller = desk.claim(1, 1, channel=1)
+    desk.controller.abandon(caller)
     assert desk.claimed(2, 2) == ["a", "b"]
 
 
 def test_an_interrupted_claim_that_still_waits_is_forgotten(desk: Desk) -> None:
-    caller = desk.claim(1, 1, blocking=True, address=b"one")
-    desk.post(1, wire.Abandon(caller.number), address=b"one")
+    caller = desk.claim(1, 1, blocking=True, channel=1)
+    desk.controller.abandon(caller)
     desk.put(0, ["a"])
     assert caller not in desk.answers and desk.claimed(2, 1) == ["a"]
 
@@ -313,20 +313,20 @@ def test_an_interrupted_claim_that_still_waits_is_forgotten(desk: Desk) -> None:
 def test_an_interrupted_reservation_or_read_holds_nothing(desk: Desk) -> None:
     desk.put(0, ["a"])
     for request in (wire.Reserve(PAGE, FOREVER), wire.Locate("p", ["a"], ["x"]), wire.Freeze()):
-        caller = desk.post(1, request, address=b"one")
+        caller = desk.post(1, request, channel=1)
         assert desk.answers[caller]
-        desk.post(1, wire.Abandon(caller.number), address=b"one")
+        desk.controller.abandon(caller)
     desk.ask(0, wire.Clear("p", None))
     assert desk.arena.used == 0
 
 
 def test_an_answer_that_was_used_is_not_undone_by_a_later_interruption(desk: Desk) -> None:
-    reserved = desk.reserve(0, 1, address=b"one")
-    committed = desk.commit(0, ["a"], desk.answers[reserved].extent, address=b"one")
-    desk.post(0, wire.Abandon(committed.number), address=b"one")
-    desk.claim(1, 1, address=b"two")
-    located = desk.post(1, wire.Locate("p", ["a"], ["x"]), address=b"two")
-    desk.post(1, wire.Abandon(located.number + 1), address=b"two")
+    reserved = desk.reserve(0, 1, channel=1)
+    committed = desk.commit(0, ["a"], desk.answers[reserved].extent, channel=1)
+    desk.controller.abandon(committed)
+    desk.claim(1, 1, channel=2)
+    located = desk.post(1, wire.Locate("p", ["a"], ["x"]), channel=2)
+    desk.controller.abandon(Caller(1, located.number + 1, channel=2))
     assert desk.claimed(2, 1) == []
     desk.ask(0, wire.Clear("p", None))
     assert desk.arena.used == PAGE, "the read still holds its lease"
@@ -550,7 +550,7 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(owner=owners, size=st.integers(1, 13), timeout_s=timeouts)
     def reserve(self, owner: int, size: int, timeout_s: float) -> None:
-        self._expect(self.desk.reserve(owner, size, timeout_s, address=bytes([owner])))
+        self._expect(self.desk.reserve(owner, size, timeout_s, channel=owner + 1))
 
     @rule(
         owner=owners,
@@ -570,7 +570,7 @@ class ControllerMachine(RuleBasedStateMachine):
         elif self.reserved[owner]:
             extent = self.reserved[owner].pop()
         size = 1 if extent is None else data.draw(st.integers(1, extent.size // PAGE))
-        more: dict[str, Any] = {"timeout_s": timeout_s, "want": want * PAGE, "address": bytes([owner])}
+        more: dict[str, Any] = {"timeout_s": timeout_s, "want": want * PAGE, "channel": owner + 1}
         if fault == 0:
             more["version"] = 0
         elif fault == 1 and extent is not None:
@@ -590,15 +590,13 @@ class ControllerMachine(RuleBasedStateMachine):
 
     @rule(owner=owners, size=st.integers(1, 3), blocking=st.booleans(), timeout_s=timeouts)
     def claim(self, owner: int, size: int, blocking: bool, timeout_s: float) -> None:
-        self._expect(
-            self.desk.claim(owner, size, blocking=blocking, timeout_s=timeout_s, address=bytes([owner]))
-        )
+        self._expect(self.desk.claim(owner, size, blocking=blocking, timeout_s=timeout_s, channel=owner + 1))
 
     @rule(owner=owners, ids=some_ids)
     def read(self, owner: int, ids: list[str]) -> None:
         live = self.desk.ask(owner, wire.ListIds("p")).value
         wanted = [sample_id for sample_id in ids if sample_id in live] or live
-        self._expect(self.desk.post(owner, wire.Locate("p", wanted, ["x"]), address=bytes([owner])))
+        self._expect(self.desk.post(owner, wire.Locate("p", wanted, ["x"]), channel=owner + 1))
 
     @rule(owner=owners, with_a_request=st.booleans())
     def drop_what_was_read(self, owner: int, with_a_request: bool) -> None:
@@ -619,7 +617,7 @@ class ControllerMachine(RuleBasedStateMachine):
     def interrupt(self, data: st.DataObject) -> None:
         caller = data.draw(st.sampled_from(list(self.waiting)))
         del self.waiting[caller]
-        self.desk.post(caller.owner, wire.Abandon(caller.number), address=caller.address)
+        self.desk.controller.abandon(caller)
         self._hear()
 
     @rule(seconds=st.integers(1, 3))

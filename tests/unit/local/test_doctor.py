@@ -65,7 +65,7 @@ def test_a_plane_has_a_directory_that_only_its_user_can_enter(shm: Path) -> None
     assert stat.S_IMODE(os.stat(plane.spares).st_mode) == 0o600
     assert os.stat(plane.spares).st_size == 8 * SPARE_SLOTS
     assert json.loads((plane.path / "plane.json").read_text())["pid"] == os.getpid()
-    assert plane.address == f"shm://{plane.path}" and plane.control == f"ipc://{plane.path}/control"
+    assert plane.address == f"shm://{plane.path}" and plane.control == f"{plane.path}/control"
     assert len({plane.segment(1), plane.segment(2), plane.client_lock(1), plane.alive}) == 4
     plane.remove()
     assert list(shm.iterdir()) == []

@@ -32,7 +32,6 @@ REQUESTS: list[Any] = [
     wire.Consumed("p", ["t"]),
     wire.Status(None),
     wire.ListIds("p"),
-    wire.Abandon(2**63),
     wire.Freeze(),
     wire.Restore(b"state", [1], {5: (1, 0, LAYOUT)}, True),
     wire.Shutdown(),

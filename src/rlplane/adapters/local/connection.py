@@ -1,8 +1,7 @@
-"""A client's connection to its controller: one socket per thread, and one that says that it lives.
+"""A client's connection to its controller: a channel per thread, and a socket that says that it lives.
 
-ZMQ sockets belong to a thread, so each thread that calls gets its own; a claim that waits in one thread
-holds up no other. The plain Unix socket is shared: a process that dies closes it, and a controller that dies
-does, so each side notices the other's death at once.
+Each thread that calls has a channel of its own, so a claim that waits in one thread holds up no other. The
+kernel closes the sockets of a process that dies, so each side notices the other's death at once.
 """
 
 from __future__ import annotations
@@ -15,18 +14,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
-
-import zmq
+from typing import Any, NoReturn
 
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.planedir import PlaneDir, remove_if_dead
 from rlplane.adapters.local.server import _HELLO, _LEASE, _WELCOME, BYE, MAGIC
+from rlplane.adapters.local.stream import BYE as END_OF_CHANNEL
+from rlplane.adapters.local.stream import Inbox, message
 from rlplane.errors import ClientClosedError, PlaneConnectionError
 
 __all__ = ["Connection"]
 
 _CONNECT_TIMEOUT_S = 10.0
+_LONGEST_WAIT_S = 3600.0  # at once: a socket takes no timeout of years
+_PIECE = 256 * 1024
+_LONGEST_ANSWER = 2**32 - 1  # the controller is trusted: all that a header can say
 
 
 class Connection:
@@ -42,7 +44,6 @@ class Connection:
         self._unsent: deque[int] = deque()
         self.closed = False
         self._alive = self._say_hello(bootstrap)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         _connections.add(self)
 
     def request(self, request: Any, *, waits_s: float = 0.0) -> Any:
@@ -64,15 +65,12 @@ class Connection:
             if self.closed:
                 raise ClientClosedError("the client was closed")
             try:
-                channel.send(number, wire.Envelope(self.owner, request, self._take_unsent()))
+                self._send(channel, number, wire.Envelope(self.owner, request, self._take_unsent()))
                 return self._receive(channel, number, waits_s)
-            except BaseException as error:
-                # Ctrl-C, or a controller that does not answer: what comes later must not be lost unseen.
-                with contextlib.suppress(zmq.ZMQError):
-                    channel.send(0, wire.Envelope(self.owner, wire.Abandon(number)))
-                channel.close(linger=200)
-                if isinstance(error, zmq.ZMQError):
-                    raise PlaneConnectionError(f"cannot talk to the controller: {error}") from error
+            except BaseException:
+                # Ctrl-C, or a controller that does not answer. For a channel that ends without a goodbye, the
+                # controller takes back what this request was given: it must not be lost unseen.
+                channel.close(goodbye=False)
                 raise
 
     def release(self, lease: int) -> None:
@@ -93,14 +91,12 @@ class Connection:
             channels = list(self._channels)
         with contextlib.suppress(OSError):
             self._alive.send(BYE, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):
-            self._alive.shutdown(socket.SHUT_RDWR)  # wakes the threads that poll it
-        idle = [channel for channel in channels if channel.lock.acquire(timeout=1.0)]
-        for channel in idle:
-            channel.close(linger=0)
-            channel.lock.release()
-        if len(idle) == len(channels):
-            self._context.term()
+        for channel in channels:
+            if channel.lock.acquire(blocking=False):
+                channel.close()
+                channel.lock.release()
+            else:
+                channel.interrupt()
         self._alive.close()
 
     def forget(self) -> None:
@@ -108,6 +104,8 @@ class Connection:
         self.closed = True
         with contextlib.suppress(OSError):
             self._alive.close()
+        for channel in list(self._channels):
+            channel.close(goodbye=False)
 
     def _say_hello(self, bootstrap: bool) -> socket.socket:
         alive = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -126,8 +124,15 @@ class Connection:
 
     def _channel(self) -> _Channel:
         channel: _Channel | None = getattr(self._local, "channel", None)
-        if channel is None or channel.socket.closed:
-            channel = _Channel(self._context.socket(zmq.DEALER), self.directory.control, self._alive.fileno())
+        if channel is None or channel.closed:
+            try:
+                channel = _Channel(self.directory.control)
+            except ConnectionError:
+                self._raise_gone()
+            except OSError as error:
+                raise PlaneConnectionError(
+                    f"cannot open a socket to the controller at {self.directory.address}: {error}"
+                ) from error
             self._local.channel = channel
             with self._lock:
                 self._channels.add(channel)
@@ -140,25 +145,37 @@ class Connection:
                 released.append(self._unsent.popleft())
         return released
 
+    def _send(self, channel: _Channel, number: int, envelope: wire.Envelope) -> None:
+        try:
+            channel.send(message(number, wire.encode(envelope)), self._ack_timeout_s)
+        except TimeoutError:
+            self._raise_silent(self._ack_timeout_s)
+        except OSError:
+            self._raise_gone()
+
     def _receive(self, channel: _Channel, number: int, waits_s: float) -> wire.Answer:
-        deadline = time.monotonic() + waits_s + self._ack_timeout_s
+        patience = waits_s + self._ack_timeout_s
+        deadline = time.monotonic() + patience
         while True:
             left = deadline - time.monotonic()
-            events = dict(channel.poller.poll(int(max(0, min(left, 3600)) * 1000) + 1))
-            if channel.socket in events:
-                answered, body = wire.split(channel.socket.recv(zmq.NOBLOCK))
+            if left <= 0:
+                self._raise_silent(patience)
+            try:
+                messages = channel.receive(min(left, _LONGEST_WAIT_S))
+            except TimeoutError:
+                continue
+            except (EOFError, OSError):
+                self._raise_gone()
+            for answered, body in messages:
                 if answered == number:
                     return wire.answer_decoder.decode(body)
-                continue  # the answer to a request that was interrupted
-            if events:
-                self._raise_gone()
-            if left <= 0:
-                raise PlaneConnectionError(
-                    f"the controller at {self.directory.address} has not answered for "
-                    f"{waits_s + self._ack_timeout_s:.1f} s"
-                )
 
-    def _raise_gone(self) -> None:
+    def _raise_silent(self, patience: float) -> NoReturn:
+        raise PlaneConnectionError(
+            f"the controller at {self.directory.address} has not answered for {patience:.1f} s"
+        )
+
+    def _raise_gone(self) -> NoReturn:
         if self.closed:
             raise ClientClosedError("the client was closed while the call was waiting")
         remove_if_dead(self.directory.path)
@@ -168,26 +185,50 @@ class Connection:
 class _Channel:
     """A thread's socket. It goes when the thread's locals do."""
 
-    def __init__(self, socket_: zmq.Socket[bytes], endpoint: str, alive_fd: int) -> None:
-        self.socket = socket_
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint)
-        self.poller = zmq.Poller()
-        self.poller.register(self.socket, zmq.POLLIN)
-        self.poller.register(alive_fd, zmq.POLLIN)
-        # Held during a call, so that close() in another thread never touches a socket in use.
-        self.lock = threading.Lock()
+    def __init__(self, path: str) -> None:
         self._pid = os.getpid()
+        self.closed = True
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(_CONNECT_TIMEOUT_S)
+            self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.closed = False
+        self._inbox = Inbox(_LONGEST_ANSWER)
+        self._piece = memoryview(bytearray(_PIECE))
+        # Held during a call: close() in another thread then only interrupts it.
+        self.lock = threading.Lock()
 
-    def send(self, number: int, envelope: wire.Envelope) -> None:
-        self.socket.send(wire.join(number, envelope), zmq.NOBLOCK)
+    def send(self, data: bytes, timeout_s: float) -> None:
+        self._socket.settimeout(timeout_s)
+        self._socket.sendall(data)
 
-    def close(self, linger: int) -> None:
-        self.socket.close(linger=linger)
+    def receive(self, timeout_s: float) -> list[tuple[int, memoryview]]:
+        self._socket.settimeout(timeout_s)
+        size = self._socket.recv_into(self._piece)
+        if not size:
+            raise EOFError
+        return self._inbox.messages(self._piece[:size])
+
+    def interrupt(self) -> None:
+        """Make the call that waits in another thread end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self, *, goodbye: bool = True) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        with contextlib.suppress(OSError):
+            if goodbye:
+                self._socket.send(END_OF_CHANNEL, socket.MSG_DONTWAIT)
+        self._socket.close()
 
     def __del__(self) -> None:
-        if self._pid == os.getpid():
-            self.close(linger=0)
+        # In a forked child it is the parent's, who has not ended it.
+        self.close(goodbye=self._pid == os.getpid())
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

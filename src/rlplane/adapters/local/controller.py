@@ -36,7 +36,7 @@ __all__ = ["Caller", "Controller", "StaleSpecError"]
 logger = logging.getLogger(__name__)
 
 IDLE_SEGMENT_S = 10.0
-_SOCKETS_REMEMBERED = 1024
+_CHANNELS_REMEMBERED = 1024
 
 
 class StaleSpecError(DataPlaneError):
@@ -49,7 +49,7 @@ class Caller:
 
     owner: int
     number: int
-    address: bytes = b""
+    channel: int = 0
     extent: Extent | None = None
     want: int = 0
     claim: tuple[str, str] | None = None
@@ -70,13 +70,13 @@ class _Owner:
         self.reserved: dict[int, Extent] = {}
         self.spare: Extent | None = None
         self.leases: dict[int, list[int]] = {}
-        # What the last request of each of its sockets was given, so that one that was interrupted can be
+        # What the last request of each of its channels was given, so that one that was interrupted can be
         # undone: the request's number, and an extent, a lease, or a claim (partition, task, ids).
-        self.given: dict[bytes, tuple[int, Extent | int | tuple[str, str, list[str]]]] = {}
+        self.given: dict[int, tuple[int, Extent | int | tuple[str, str, list[str]]]] = {}
 
     def give(self, caller: Caller, what: Extent | int | tuple[str, str, list[str]]) -> None:
-        self.given[caller.address] = (caller.number, what)
-        if len(self.given) > _SOCKETS_REMEMBERED:
+        self.given[caller.channel] = (caller.number, what)
+        if len(self.given) > _CHANNELS_REMEMBERED:
             del self.given[next(iter(self.given))]
 
 
@@ -196,9 +196,6 @@ class Controller:
                 return wire.Done(self._status(partition_id))
             case wire.ListIds(partition_id):
                 return wire.Done(list(self.state.partition(partition_id).rows))
-            case wire.Abandon(number):
-                self._abandon(caller, held, number)
-                return None
             case wire.Freeze():
                 return self._freeze(caller, held)
             case wire.Restore():
@@ -416,22 +413,25 @@ class Controller:
             held.give(caller, (*caller.claim, batch.ids))
         return wire.Claimed(batch.ids, batch.tags)
 
-    def _abandon(self, caller: Caller, held: _Owner, number: int) -> None:
+    def abandon(self, caller: Caller) -> None:
+        """The caller of a request was interrupted: it will not read the answer, or has not understood it."""
         for _, _, waiting in self._deadlines:
-            if waiting.address == caller.address and waiting.number == number:
+            if waiting.channel == caller.channel and waiting.number == caller.number:
                 if self.state.give_up(waiting) is not None and waiting.extent is not None:
                     self._forget_blocks(waiting.extent)
                 self._waiting_room = deque(r for r in self._waiting_room if r.caller is not waiting)
-        answered, what = held.given.pop(caller.address, (0, None))
-        if answered != number:
-            return
-        if isinstance(what, Extent):
-            if held.reserved.pop(what.number, None) is not None:
-                self.arena.free(what, self.now)
-        elif isinstance(what, int):
-            self.release(caller.owner, what)
-        elif what is not None and what[0] in self.state.partitions:
-            self.state.unclaim(*what)
+        held = self._owners.get(caller.owner)
+        number, what = (0, None) if held is None else held.given.pop(caller.channel, (0, None))
+        if held is not None and number == caller.number:
+            if isinstance(what, Extent):
+                if held.reserved.pop(what.number, None) is not None:
+                    self.arena.free(what, self.now)
+            elif isinstance(what, int):
+                self.release(caller.owner, what)
+            elif what is not None and what[0] in self.state.partitions:
+                self.state.unclaim(*what)
+        self.settle()
+        self._retry_room()
 
     def _locate(self, caller: Caller, held: _Owner, request: wire.Locate) -> wire.Located:
         found = self.state.locate(request.partition_id, request.ids, request.fields)

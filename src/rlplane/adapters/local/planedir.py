@@ -69,8 +69,8 @@ class PlaneDir:
 
     @property
     def control(self) -> str:
-        """The controller's ZMQ endpoint."""
-        return f"ipc://{self.path}/control"
+        """The socket for requests."""
+        return str(self.path / "control")
 
     @property
     def alive(self) -> str:

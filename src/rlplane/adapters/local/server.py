@@ -1,8 +1,9 @@
 """The controller process of the shared-memory engine: sockets, files and time around a Controller.
 
-One thread, one loop. Requests come over a ZMQ socket. Beside it every client keeps a plain Unix socket open:
-the kernel closes it when the client dies, so a death is noticed at once and a stopped client is not taken for
-a dead one; dropped leases come the same way, because a finalizer may write to it from any thread.
+One thread, one loop, Unix-domain sockets. Requests come over channels, of which a client has one for each of
+its threads. Beside them every client keeps one more socket open: the kernel closes it when the client dies,
+so a death is noticed at once and a stopped client is not taken for a dead one; dropped leases come the same
+way, because a finalizer may write to it from any thread.
 
 It imports no torch, so that it starts in a fraction of a second.
 """
@@ -26,12 +27,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import zmq
 
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.arena import Arena
 from rlplane.adapters.local.controller import Caller, Controller
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, left_overs, remove_if_dead
+from rlplane.adapters.local.stream import Inbox, MessageTooLong, message
 
 __all__ = ["Server", "main", "serve"]
 
@@ -45,8 +46,18 @@ MAGIC = b"rlp1"
 BYE = b"bye"
 _BOOTSTRAP_MUST_CONNECT_S = 30.0
 _NO_SPARE = 0
-# As plain numbers: combining ZMQ's flags in Python takes longer than sending.
-_NOBLOCK, _MORE, _POLLIN = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
+_PIECE = 2**20  # read at once from one channel, so that none holds up the others
+_OUT_OF_FILES_S = 0.5
+
+
+class _Channel:
+    """A thread of a client, seen from here."""
+
+    def __init__(self, number: int, socket_: socket.socket) -> None:
+        self.number, self.socket = number, socket_
+        self.inbox = Inbox(MAX_MESSAGE)
+        self.unsent = bytearray()
+        self.last: Caller | None = None  # its last request, if it has not said goodbye since
 
 
 class Server:
@@ -66,19 +77,14 @@ class Server:
         self.controller = Controller(
             int(cfg["storage_capacity"]), arena, self._send, self._revoke, self._grant
         )
-        self._context = zmq.Context(io_threads=1)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 500)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-        self._router.setsockopt(zmq.SNDHWM, 0)
-        self._router.bind(self.dir.control)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self._listener.bind(self.dir.alive)
-        os.chmod(self.dir.alive, 0o600)
-        self._listener.listen(1024)
-        self._listener.setblocking(False)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._control = self._listen(self.dir.control, socket.SOCK_STREAM)
+        self._alive = self._listen(self.dir.alive, socket.SOCK_SEQPACKET)
+        self._resting: list[tuple[float, socket.socket]] = []
+        self._channels: dict[int, _Channel] = {}  # by number; a number is never used again
+        self._channels_by_fd: dict[int, _Channel] = {}
+        self._next_channel = 1
+        self._piece = memoryview(bytearray(_PIECE))
         self._clients: dict[int, tuple[socket.socket, int]] = {}
         self._bootstrap: int | None = None
         self._bootstrap_deadline = time.monotonic() + _BOOTSTRAP_MUST_CONNECT_S if needs_bootstrap else None
@@ -92,22 +98,19 @@ class Server:
 
     def run(self) -> None:
         """Serve until :meth:`stop`, a shutdown request, or the death of the bootstrap client."""
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._epoll.fileno(), zmq.POLLIN)
         try:
             while not self._stopping:
                 self._set_time()
                 wait = min(self.controller.next_deadline() - self.controller.now, 1.0)
-                events = dict(poller.poll(max(0, int(wait * 1000) + (wait > 0))))
+                events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
-                if self._epoll.fileno() in events:
-                    self._serve_clients()
-                if self._router in events:
-                    self._serve_requests()
+                for fd, event in events:
+                    self._serve(fd, event)
                 self.controller.expire()
                 if not events:
                     self.controller.give_back_idle()
+                if self._resting:
+                    self._listen_again()
                 if self._bootstrap_deadline is not None and time.monotonic() > self._bootstrap_deadline:
                     logger.error("the bootstrap client never connected; ending")
                     self._stopping = True
@@ -120,12 +123,13 @@ class Server:
 
     def close(self) -> None:
         """Give up the sockets and remove the plane's directory."""
-        for client, _ in self._clients.values():
-            client.close()
-        self._clients.clear()
+        sockets = [client for client, _ in self._clients.values()]
+        sockets += [channel.socket for channel in self._channels.values()]
+        for open_socket in [*sockets, self._control, self._alive]:
+            open_socket.close()
+        for known in (self._clients, self._channels, self._channels_by_fd):
+            known.clear()
         self._epoll.close()
-        self._listener.close()
-        self._context.destroy(linger=500)
         for fd in [*self._files.values(), *self._locks.values()]:
             os.close(fd)
         self._files.clear()
@@ -135,35 +139,105 @@ class Server:
     def _set_time(self) -> None:
         self.controller.now, self.controller.wall = time.monotonic(), time.time()
 
+    def _serve(self, fd: int, event: int) -> None:
+        channel = self._channels_by_fd.get(fd)
+        if channel is not None:
+            if event & select.EPOLLOUT:
+                self._flush(channel)
+            if event & ~select.EPOLLOUT:
+                self._receive(channel)
+        elif fd in self._clients:
+            self._hear(fd)
+        elif fd == self._control.fileno():
+            self._accept(self._control)
+        elif fd == self._alive.fileno():
+            self._accept(self._alive)
+
+    # Sockets
+
+    def _listen(self, path: str, kind: socket.SocketKind) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(1024)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+        return listener
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError as error:
+            logger.error("cannot accept a client: %s", error)
+            # Who knocks goes on knocking: look again when a file may have been closed.
+            self._epoll.unregister(listener.fileno())
+            self._resting.append((self.controller.now + _OUT_OF_FILES_S, listener))
+            return
+        accepted.setblocking(False)
+        fd = accepted.fileno()
+        if listener is self._alive:
+            self._clients[fd] = (accepted, -1)
+        else:
+            channel = _Channel(self._next_channel, accepted)
+            self._next_channel += 1
+            self._channels[channel.number] = self._channels_by_fd[fd] = channel
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def _listen_again(self) -> None:
+        due = [listener for when, listener in self._resting if when <= self.controller.now]
+        self._resting = [(when, listener) for when, listener in self._resting if listener not in due]
+        for listener in due:
+            self._epoll.register(listener.fileno(), select.EPOLLIN)
+
     # Requests
 
-    def _serve_requests(self) -> None:
-        # Bounded, so that a flood of requests cannot keep a death or a timeout from being noticed.
-        for _ in range(256):
-            # Asked first, because an exception costs more than receiving does.
-            if not int(self._router.get(zmq.EVENTS)) & _POLLIN:
-                return
-            try:
-                frames = self._router.recv_multipart(_NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                address, message = frames
-                number, body = wire.split(message)
-                envelope = wire.envelope_decoder.decode(body)
-            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-                self._count_malformed(error)
-                continue
-            caller = Caller(envelope.owner, number, address)
-            if isinstance(envelope.request, wire.Shutdown) and envelope.owner == self._bootstrap:
-                self._send(caller, wire.Done())
-                self._stopping = True
-                return
-            try:
-                self.controller.handle(caller, envelope)
-            except Exception as error:
-                logger.exception("a %s request failed", type(envelope.request).__name__)
-                self._send(caller, wire.Failure("", f"{type(error).__name__}: {error}"))
+    def _receive(self, channel: _Channel) -> None:
+        # One piece: if there is more, epoll says so again, after the others had their turn.
+        try:
+            size = channel.socket.recv_into(self._piece)
+        except BlockingIOError:
+            return
+        except OSError:
+            size = 0
+        if not size:
+            self._hang_up(channel)
+            return
+        try:
+            messages = channel.inbox.messages(self._piece[:size])
+        except MessageTooLong as error:
+            self._count_malformed(error)
+            self._hang_up(channel)
+            return
+        for number, body in messages:
+            self._request(channel, number, body)
+
+    def _request(self, channel: _Channel, number: int, body: memoryview) -> None:
+        if not body:
+            channel.last = None  # goodbye
+            return
+        try:
+            if channel.unsent:
+                raise ValueError("a request while the answer to the last one waits to be read")
+            envelope = wire.envelope_decoder.decode(body)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            self._count_malformed(error)
+            return
+        caller = channel.last = Caller(envelope.owner, number, channel.number)
+        if isinstance(envelope.request, wire.Shutdown) and envelope.owner == self._bootstrap:
+            self._send(caller, wire.Done())
+            self._stopping = True
+            return
+        try:
+            self.controller.handle(caller, envelope)
+        except Exception as error:
+            logger.exception("a %s request failed", type(envelope.request).__name__)
+            self._send(caller, wire.Failure("", f"{type(error).__name__}: {error}"))
+
+    def _hang_up(self, channel: _Channel) -> None:
+        del self._channels[channel.number], self._channels_by_fd[channel.socket.fileno()]
+        self._epoll.unregister(channel.socket.fileno())
+        channel.socket.close()
+        if channel.last is not None:
+            self.controller.abandon(channel.last)
 
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1
@@ -171,28 +245,25 @@ class Server:
             logger.warning("ignored a malformed request (%s); further ones are only counted", error)
 
     def _send(self, caller: Caller, answer: wire.Answer) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the caller may be gone
-            self._router.send(caller.address, _MORE)
-            self._router.send(wire.join(caller.number, answer), _NOBLOCK)
+        channel = self._channels.get(caller.channel)
+        if channel is None:
+            return  # it is gone
+        data = message(caller.number, wire.encode(answer))
+        if channel.unsent:
+            channel.unsent += data
+            return
+        sent = _send_some(channel.socket, data)
+        if sent < len(data):
+            channel.unsent += data[sent:]
+            # Who does not read answers is not asked for more requests.
+            self._epoll.modify(channel.socket.fileno(), select.EPOLLOUT)
+
+    def _flush(self, channel: _Channel) -> None:
+        del channel.unsent[: _send_some(channel.socket, channel.unsent)]
+        if not channel.unsent:
+            self._epoll.modify(channel.socket.fileno(), select.EPOLLIN)
 
     # Clients
-
-    def _serve_clients(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            if fd == self._listener.fileno():
-                self._accept()
-            elif fd in self._clients:
-                self._hear(fd)
-
-    def _accept(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError as error:
-            logger.error("cannot accept a client: %s", error)
-            return
-        client.setblocking(False)
-        self._clients[client.fileno()] = (client, -1)
-        self._epoll.register(client.fileno(), select.EPOLLIN)
 
     def _hear(self, fd: int) -> None:
         # One message: if there are more, epoll says so again, and that costs less than asking in vain.
@@ -292,6 +363,16 @@ class Server:
         os.close(fd)
         with contextlib.suppress(OSError):
             os.unlink(self.dir.segment(number))
+
+
+def _send_some(to: socket.socket, data: bytes | bytearray) -> int:
+    """How much of it the socket took: all, if the other end is gone, which is seen when it is read."""
+    try:
+        return to.send(data)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)
 
 
 def serve(cfg: Mapping[str, Any], *, announce: Any = None, needs_bootstrap: bool = False) -> None:

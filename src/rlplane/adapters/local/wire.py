@@ -1,8 +1,7 @@
 """The messages between a client and the controller of the shared-memory engine.
 
-A request is one frame, because each costs microseconds: eight bytes with its number, and a msgpack body. The
-answer has the same number. Bulk bytes are never in a message. Structs are arrays on the wire, so new fields
-come last, with a default.
+A request is msgpack and has a number, and its answer has the same. Bulk bytes are never in a message. Structs
+are arrays on the wire, so new fields come last, with a default.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from rlplane import errors
 from rlplane.rules import PartitionSpec
 
 __all__ = [
-    "Abandon",
     "Answer",
     "ClaimRequest",
     "Claimed",
@@ -43,11 +41,10 @@ __all__ = [
     "Status",
     "Unreserve",
     "answer_decoder",
+    "encode",
     "envelope_decoder",
     "error_of",
     "failure_of",
-    "join",
-    "split",
 ]
 
 ALIGN = 64
@@ -154,12 +151,6 @@ class ListIds(_Request):
     partition_id: str
 
 
-class Abandon(_Request):
-    """The caller of request ``number`` was interrupted and will not read its answer."""
-
-    number: int
-
-
 class Freeze(_Request):
     """Take the whole state at one point of time, with a lease on every block."""
 
@@ -189,7 +180,6 @@ Request = (
     | Consumed
     | Status
     | ListIds
-    | Abandon
     | Freeze
     | Restore
     | Shutdown
@@ -261,22 +251,7 @@ Answer = Failure | Done | Described | Reserved | Claimed | Located | Frozen
 
 envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-
-
-_encoder = msgspec.msgpack.Encoder()
-_NUMBER = 8
-
-
-def join(number: int, body: Envelope | Answer) -> bytes:
-    """A message: the number of a request, with the request or its answer."""
-    return number.to_bytes(_NUMBER, "little") + _encoder.encode(body)
-
-
-def split(message: bytes) -> tuple[int, memoryview]:
-    """The number, and the body that is still to be decoded."""
-    if len(message) < _NUMBER:
-        raise ValueError(f"a message of {len(message)} bytes")
-    return int.from_bytes(message[:_NUMBER], "little"), memoryview(message)[_NUMBER:]
+encode = msgspec.msgpack.Encoder().encode
 
 
 def failure_of(error: errors.DataPlaneError) -> Failure:

@@ -54,7 +54,7 @@ def demo(
     Parameters
     ----------
     steps
-        Steps of the optimizer. The default, 120, takes one to two minutes on two cores.
+        Steps of the optimizer. The default, 80, takes one to two minutes on two cores.
     seed
         Seed of the weights, the prompts and the sampling. Default 0.
     impl

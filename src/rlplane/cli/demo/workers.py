@@ -28,6 +28,8 @@ from rlplane_examples.grpo.trainer import train
 __all__ = ["Worker", "start_worker"]
 
 _STAGES: dict[str, Callable[..., None]] = {"rollout": rollout, "score": score, "train": train}
+# Where cores are few, the trainer and the plane go first, and rollouts take what is left.
+_NICENESS = {"train": 0, "score": 5, "rollout": 10}
 _Order = dict[str, Any]
 
 
@@ -103,8 +105,9 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """For shared memory: a process of its own, in a session of its own, so that Ctrl-C in the terminal goes
-    to the job alone, which then ends its workers in order."""
+    """For shared memory: a process of its own, in a group of its own, so that Ctrl-C in the terminal goes to
+    the job alone, which then ends its workers in order. Not in a session of its own: Linux shares the cores
+    out among sessions, and then a worker's niceness would not count beside the others."""
 
     def __init__(self, order: _Order, log: Path) -> None:
         self.name = order["name"]
@@ -114,7 +117,7 @@ class ProcessWorker:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                process_group=0,
             )
         self.pid = self._process.pid
         assert self._process.stdin is not None
@@ -194,9 +197,7 @@ class StageActor:
 def _run_alone(order: _Order, stop: Stop) -> None:
     """Join the plane, run the stage, leave the plane."""
     torch.set_num_threads(1)  # the workers have the machine's cores to share
-    if not order["name"].startswith("train"):
-        # Where cores are few, the trainer and the plane go first: rollouts only have to stay ahead of them.
-        os.nice(5)
+    os.nice(_NICENESS[order["name"].split("-")[0]])
     with build_data_plane_client(order["config"], bootstrap=False) as client:
         _run_stage(order, client, stop)
 
