@@ -5,6 +5,7 @@ See :mod:`rlplane.index` for the whole. A row is reused after a clear; its seria
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ Rows = NDArray[np.int64]
 _STAMP_BITS = 32
 NOBODY = -1
 _NO_ROWS: Rows = np.empty(0, np.int64)
+_NO_TAGS: dict[str, Any] = {}  # one for all that have none: tags are replaced, never changed
 
 
 class Put:
@@ -50,7 +52,9 @@ class Put:
     ) -> None:
         self.partition_id, self.ids, self.blocks, self.tags = partition_id, ids, blocks, tags
         self.nbytes, self.owner, self.now, self.token = nbytes, owner, now, token
-        self.groups: list[str] = []  # of its new samples, once it is checked
+        # What the check has found: the row of each sample that is there, and the groups of the others.
+        self.known: list[int | None] = []
+        self.groups: Sequence[str | None] = ()
 
 
 class Claim:
@@ -191,14 +195,14 @@ class Partition:
     # Writing
 
     def check_put(self, put: Put) -> int:
-        """The number of new samples in a put; raises if it cannot be written."""
-        new = len(put.ids) - sum(map(self.rows.__contains__, put.ids))
-        put.groups = []
+        """The number of new samples in a put; raises if it cannot be written. What it finds is good until
+        the partition changes."""
+        put.known, put.groups = list(map(self.rows.get, put.ids)), ()
+        new = put.known.count(None)
         if self.spec.group_size and new:
-            tags = put.tags or [None] * len(put.ids)
-            put.groups = [
-                group_of(i, tag) for i, tag in zip(put.ids, tags, strict=True) if i not in self.rows
-            ]
+            tags = put.tags or itertools.repeat(None)
+            samples = zip(put.ids, put.known, tags, strict=False)
+            put.groups = [group_of(i, tag) for i, row, tag in samples if row is None]
         return new
 
     def write(self, put: Put, stamp: int) -> list[NDArray[np.int64]]:
@@ -249,9 +253,11 @@ class Partition:
     ) -> Rows:
         """Make the samples of a checkpoint, without fields; return their rows."""
         put = Put(self.spec.partition_id, ids, {}, tags)
-        if not groups:
+        if groups:
+            put.known, put.groups = [None] * len(ids), groups
+        else:
             self.check_put(put)
-        rows, _ = self._rows_for(put, groups) if ids else (_NO_ROWS, 0)
+        rows, _ = self._rows_for(put) if ids else (_NO_ROWS, 0)
         self.born[rows] = born
         return rows
 
@@ -282,10 +288,9 @@ class Partition:
         if slot is not None:
             self._signed[slot // 64] &= ~np.uint64(1 << slot % 64)
 
-    def _rows_for(self, put: Put, groups: list[str | None] | None = None) -> tuple[Rows, int]:
-        """The rows of a put's samples, made where they are new, with their tags merged."""
-        ids, tags = put.ids, put.tags
-        known = list(map(self.rows.get, ids))
+    def _rows_for(self, put: Put) -> tuple[Rows, int]:
+        """The rows of a checked put's samples, made where they are new, with their tags merged."""
+        ids, tags, known = put.ids, put.tags, put.known
         new = known.count(None)
         if new == 0:
             rows = np.array(known, np.int64)
@@ -309,11 +314,13 @@ class Partition:
         new_ids = ids if new == len(ids) else [ids[place] for place in places.tolist()]
         self.rows.update(zip(new_ids, fresh.tolist(), strict=True))
         self.ids[fresh] = new_ids
-        new_tags = [{} for _ in range(new)] if tags is None else [tags[place] for place in places.tolist()]
-        self.tags[fresh] = _object_array(new_tags)
-        if groups:
-            self.groups[fresh] = groups
-        elif self.spec.group_size:
+        if tags is None:
+            self.tags[fresh] = _NO_TAGS
+        else:
+            self.tags[fresh] = _object_array(
+                tags if new == len(ids) else [tags[place] for place in places.tolist()]
+            )
+        if put.groups:
             self.groups[fresh] = put.groups
         self.serial[fresh] = np.arange(self._next_serial, self._next_serial + new)
         self._next_serial += new
