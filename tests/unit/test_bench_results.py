@@ -137,7 +137,7 @@ def test_claims_and_clients_are_compared_over_their_levels() -> None:
 
 def test_the_tail_of_waking_is_counted_in_round_trips() -> None:
     wake = series("rlplane", "put to claim", *([1.0] * 99), 50.0, workload="wake", part="wake")
-    trips = series("zmq", "round trip after a pause", *([1.0] * 100), workload="ping", part="ping")
+    trips = series("zmq", "round trip", *([1.0] * 100), workload="ping", part="ping")
     target = judge(result(wake, trips))[7]
     assert target.measured is not None
     assert target.measured.value == pytest.approx(wake.p99)

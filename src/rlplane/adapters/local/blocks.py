@@ -376,8 +376,12 @@ def _element_shape(name: str, layout: Layout) -> tuple[int, ...]:
 
 def _runs(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> NDArray[np.int64]:
     """Where the maximal stretches of neighbouring rows begin."""
-    breaks = np.flatnonzero((np.diff(positions) != 1) | (np.diff(blocks) != 0)) + 1
-    return np.concatenate(([0], breaks))
+    # numpy's diff, append and flatnonzero are Python around this, and cost more than it for few rows.
+    begins = np.empty(len(blocks), bool)
+    begins[0] = True
+    np.not_equal(positions[1:] - positions[:-1], 1, out=begins[1:])
+    begins[1:] |= blocks[1:] != blocks[:-1]
+    return begins.nonzero()[0]
 
 
 def _gather(
@@ -393,8 +397,9 @@ def _gather(
     For rows of a few kilobytes numpy takes half the time of torch.cat, and it copies in the calling thread:
     torch would wait for a thread of its pool that gets no core while a training job is computing.
     """
-    stops = ends[np.append(runs[1:], len(blocks)) - 1].tolist()
-    slices = map(slice, begins[runs].tolist(), stops)
+    lasts = np.empty_like(runs)
+    lasts[:-1], lasts[-1] = runs[1:], len(blocks)
+    slices = map(slice, begins[runs].tolist(), ends[lasts - 1].tolist())
     sources = map(raw.__getitem__, blocks[runs].tolist())
     np.concatenate(list(map(np.ndarray.__getitem__, sources, slices)), out=out)
 

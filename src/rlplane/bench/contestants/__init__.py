@@ -70,7 +70,9 @@ _ALL_PARTS = frozenset({"data", "wake", "claims", "clients"})
 CONTESTANTS = (
     Contestant(COPY, "torch copy into mapped memory", f"{_HERE}.copying:CopyStore"),
     Contestant(COPY_1, "the same with one thread", f"{_HERE}.copying:OneThreadCopyStore"),
-    Contestant(ZMQ, "bare ZMQ round trip", f"{_HERE}.pinging:PingStore", parts=frozenset({"ping"})),
+    Contestant(
+        ZMQ, "bare ZMQ round trips", f"{_HERE}.pinging:PingStore", parts=frozenset({"ping", "clients"})
+    ),
     Contestant(RLPLANE, "rlplane, shared memory", f"{_HERE}.plane:PlaneStore", parts=_ALL_PARTS),
     Contestant(
         "ray-batch",
