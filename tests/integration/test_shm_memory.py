@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -195,6 +197,27 @@ print(int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()))
     )
     assert result.returncode == 0, result.stderr
     assert "ulimit -n" in result.stdout and str(MB) in result.stdout
+    plane.close()
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_controller_without_file_descriptors_refuses_newcomers_and_serves_the_others(spare, monkeypatch):
+    monkeypatch.setattr("rlplane.adapters.local.connection._CONNECT_TIMEOUT_S", 2.0)
+    plane = make_plane()
+    plane.put_samples(["a"], "flow", rows(1, MB))
+    controller = psutil.Process(plane._process.pid)
+    before = resource.prlimit(controller.pid, resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir(f"/proc/{controller.pid}/fd"))) + 1
+    resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, (used + spare, before[1]))
+    worked = sum(controller.cpu_times()[:2])
+    with pytest.raises(ConnectionError, match="cannot connect"):
+        workers.connect(plane.controller_address)
+    assert int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()) == MB
+    assert sum(controller.cpu_times()[:2]) - worked < 0.5, "it does not ask again and again"
+    resource.prlimit(controller.pid, resource.RLIMIT_NOFILE, before)
+    worker = workers.connect(plane.controller_address)
+    assert worker.list_sample_ids("flow") == ["a"]
+    worker.close()
     plane.close()
 
 

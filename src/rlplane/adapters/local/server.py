@@ -294,7 +294,12 @@ class Server:
             self._drop(fd)
             return
         owner, self._next_owner = self._next_owner, self._next_owner + 1
-        lock = os.open(self.dir.client_lock(owner), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(self.dir.client_lock(owner), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            logger.error("cannot take client %d (pid %d): %s", owner, pid, error)
+            self._drop(fd)
+            return
         self._locks[owner] = lock
         self._spares[owner % SPARE_SLOTS] = _NO_SPARE
         if is_bootstrap:
