@@ -142,11 +142,13 @@ class ControlState:
         rows = partition.written_by(owner)
         return self.clear(partition_id, None if rows is None else partition.ids[rows].tolist())
 
-    def unclaim(self, partition_id: str, task: str, ids: Sequence[str]) -> None:
-        """Take back a claim that never reached its caller; the samples go to the front of the queue."""
+    def unclaim(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
+        """Take back a claim that never reached its caller: what that owner still holds of it goes to the
+        front of the queue."""
         partition = self.partition(partition_id)
         if task in partition.tasks:
-            partition.return_rows(partition.tasks[task], partition.live_rows(ids))
+            rows = partition.live_rows(ids)
+            partition.return_rows(partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner])
             self._serve(partition)
 
     def adopt_blocks(self, partition: Partition, blocks: NDArray[np.int64], sizes: dict[int, int]) -> None:

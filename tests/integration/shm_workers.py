@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -115,6 +116,18 @@ def claim_and_wait(address, ready, count, then=None):
     if then == "write":
         half = meta.sample_ids[: count // 2]
         plane.put_samples(half, "flow", TensorDict({"done": torch.ones(len(half))}, batch_size=[len(half)]))
+    ready.put(meta.sample_ids)
+    time.sleep(600)
+
+
+def claim_in_one_thread_and_write_in_another(address, ready):
+    plane = connect(address)
+    meta = plane.claim_meta("flow", "train", ["a"], 8)
+    writer = threading.Thread(
+        target=plane.put_samples, args=(meta.sample_ids, "flow", batch(meta.sample_ids))
+    )
+    writer.start()
+    writer.join()
     ready.put(meta.sample_ids)
     time.sleep(600)
 

@@ -377,6 +377,78 @@ def test_a_claim_that_was_interrupted_gives_its_samples_back(plane, monkeypatch)
     assert plane.claim_meta("flow", "train", ["a"], 8, timeout_s=20).sample_ids == ids
 
 
+@pytest.mark.parametrize("how", ["cannot be encoded", "interrupted before it is sent", "sent in part"])
+def test_a_call_that_never_reached_the_controller_does_not_undo_the_claim_before_it(plane, how, monkeypatch):
+    ids = [f"s{row}" for row in range(8)]
+    plane.put_samples(ids, "flow", batch(ids))
+    worker = workers.connect(plane.controller_address)
+    assert worker.claim_meta("flow", "train", ["a"], 8).sample_ids == ids
+    if how == "cannot be encoded":
+        with pytest.raises(ValueError, match="cannot be sent"):
+            worker.claim_meta("flow", "train", ["a"], 8, where={"a tag": 2**70})
+    elif how == "interrupted before it is sent":
+        with monkeypatch.context() as patch:
+            patch.setattr("rlplane.adapters.local.connection._Channel.send", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                worker.get_samples(ids, "flow", ["a"])
+    else:
+        # A stopped controller does not read, so a long request fills the socket and no more.
+        os.kill(plane._process.pid, signal.SIGSTOP)
+        worker._link().connection._ack_timeout_s = 0.5
+        with pytest.raises(ConnectionError, match="has not answered"):
+            worker.get_samples([f"sample-{row:0100}" for row in range(20_000)], "flow", ["a"])
+        os.kill(plane._process.pid, signal.SIGCONT)
+        worker._link().connection._ack_timeout_s = 20
+    assert worker.get_samples(ids, "flow", ["a"])["a"].tolist() == batch(ids)["a"].tolist()
+    assert plane.claim_meta("flow", "train", ["a"], 8, blocking=False).size == 0
+    worker.close()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_a_dead_client_has_finished_is_not_handed_out_again(plane):
+    """Its channels end one after the other, in whatever order, and its claim was read by one of them."""
+    ids = [f"s{row}" for row in range(8)]
+    for _ in range(10):
+        plane.put_samples(ids, "flow", batch(ids))
+        ready = workers.context.Queue()
+        process = start(workers.claim_in_one_thread_and_write_in_another, plane.controller_address, ready)
+        assert ready.get(timeout=60) == ids
+        kill(process)
+        wait_until(lambda: plane.arena_status()["clients"] == 1)
+        assert plane.claim_meta("flow", "train", ["a"], 8, blocking=False).size == 0
+        plane.clear_samples(ids, "flow")
+
+
+def test_a_claim_that_close_interrupts_is_not_lost_when_it_was_just_answered(plane):
+    ids = [f"s{row}" for row in range(8)]
+    worker = workers.connect(plane.controller_address)
+    got = []
+
+    def claim():
+        with contextlib.suppress(ConnectionError):
+            got.extend(worker.claim_meta("flow", "train", ["a"], 8, timeout_s=600).sample_ids)
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
+    # The put and the close are both there when the controller goes on: the put comes first.
+    os.kill(plane._process.pid, signal.SIGSTOP)
+    putting = threading.Thread(target=lambda: plane.put_samples(ids, "flow", batch(ids)))
+    putting.start()
+    time.sleep(0.2)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    time.sleep(0.2)
+    os.kill(plane._process.pid, signal.SIGCONT)
+    for ended in (putting, closing, thread):
+        ended.join(20)
+    again = [] if got else plane.claim_meta("flow", "train", ["a"], 8, timeout_s=20).sample_ids
+    assert sorted(got + again) == ids
+
+
 def test_closing_a_client_ends_its_calls_that_wait_in_other_threads(plane):
     worker = workers.connect(plane.controller_address)
     failed = []

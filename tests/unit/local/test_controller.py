@@ -86,7 +86,7 @@ def test_when_the_first_in_line_leaves_the_next_one_moves_up(desk: Desk, how: st
     if how == "timeout":
         desk.pass_time(5.0)
     elif how == "abandon":
-        desk.controller.abandon(large)
+        desk.controller.abandon(large.owner, large.number)
     else:
         desk.controller.disconnect(1, died=how == "death")
     assert desk.answers[small].extent.size == 2 * PAGE
@@ -299,13 +299,13 @@ def test_a_claim_that_waits_is_answered_by_the_write_or_by_the_clock(desk: Desk)
 def test_an_interrupted_claim_gives_back_what_it_was_answered(desk: Desk) -> None:
     desk.put(0, ["a", "b"])
     caller = desk.claim(1, 1, channel=1)
-    desk.controller.abandon(caller)
+    desk.controller.abandon(caller.owner, caller.number)
     assert desk.claimed(2, 2) == ["a", "b"]
 
 
 def test_an_interrupted_claim_that_still_waits_is_forgotten(desk: Desk) -> None:
     caller = desk.claim(1, 1, blocking=True, channel=1)
-    desk.controller.abandon(caller)
+    desk.controller.abandon(caller.owner, caller.number)
     desk.put(0, ["a"])
     assert caller not in desk.answers and desk.claimed(2, 1) == ["a"]
 
@@ -315,7 +315,7 @@ def test_an_interrupted_reservation_or_read_holds_nothing(desk: Desk) -> None:
     for request in (wire.Reserve(PAGE, FOREVER), wire.Locate("p", ["a"], ["x"]), wire.Freeze()):
         caller = desk.post(1, request, channel=1)
         assert desk.answers[caller]
-        desk.controller.abandon(caller)
+        desk.controller.abandon(caller.owner, caller.number)
     desk.ask(0, wire.Clear("p", None))
     assert desk.arena.used == 0
 
@@ -323,10 +323,10 @@ def test_an_interrupted_reservation_or_read_holds_nothing(desk: Desk) -> None:
 def test_an_answer_that_was_used_is_not_undone_by_a_later_interruption(desk: Desk) -> None:
     reserved = desk.reserve(0, 1, channel=1)
     committed = desk.commit(0, ["a"], desk.answers[reserved].extent, channel=1)
-    desk.controller.abandon(committed)
+    desk.controller.abandon(committed.owner, committed.number)
     desk.claim(1, 1, channel=2)
     located = desk.post(1, wire.Locate("p", ["a"], ["x"]), channel=2)
-    desk.controller.abandon(Caller(1, located.number + 1, channel=2))
+    desk.controller.abandon(1, located.number + 1)
     assert desk.claimed(2, 1) == []
     desk.ask(0, wire.Clear("p", None))
     assert desk.arena.used == PAGE, "the read still holds its lease"
@@ -617,7 +617,7 @@ class ControllerMachine(RuleBasedStateMachine):
     def interrupt(self, data: st.DataObject) -> None:
         caller = data.draw(st.sampled_from(list(self.waiting)))
         del self.waiting[caller]
-        self.desk.controller.abandon(caller)
+        self.desk.controller.abandon(caller.owner, caller.number)
         self._hear()
 
     @rule(seconds=st.integers(1, 3))

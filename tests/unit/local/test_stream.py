@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlplane.adapters.local.stream import BYE, Inbox, MessageTooLong, message
+from rlplane.adapters.local.stream import Inbox, MessageTooLong, message
 
 LONGEST = 200
 
@@ -38,7 +38,3 @@ def test_a_header_that_announces_too_much_is_refused_before_the_rest_has_come() 
     assert inbox.messages(memoryview(message(1, bytes(LONGEST)))) == [(1, memoryview(bytes(LONGEST)))]
     with pytest.raises(MessageTooLong, match="201 bytes; 200 is the most"):
         inbox.messages(memoryview(message(1, bytes(LONGEST + 1))[:20]))
-
-
-def test_goodbye_is_an_empty_message() -> None:
-    assert Inbox(LONGEST).messages(memoryview(BYE)) == [(0, memoryview(b""))]

@@ -163,7 +163,16 @@ class ShmDataPlaneClient(DataPlaneClient):
             # A little more than this put, because the next ragged batch is never of the same size.
             min(used + used // 8, self._slab) if used <= self._slab else 0,
         )
-        answer = link.connection.exchange(commit, waits_s=left)
+        try:
+            answer = link.connection.exchange(commit, waits_s=left)
+        except PlaneConnectionError:
+            raise  # there is nobody to give the extent back to
+        except BaseException:
+            if extent is not None:
+                # Nothing happens if the commit has come through after all.
+                with contextlib.suppress(PlaneConnectionError):
+                    link.connection.request(wire.Unreserve(extent.number))
+            raise
         if isinstance(answer, wire.Failure):
             if answer.kind == "StaleSpecError":
                 return False

@@ -18,17 +18,15 @@ from typing import Any, NoReturn
 
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.planedir import PlaneDir, remove_if_dead
-from rlplane.adapters.local.server import _HELLO, _LEASE, _WELCOME, BYE, MAGIC
-from rlplane.adapters.local.stream import BYE as END_OF_CHANNEL
-from rlplane.adapters.local.stream import Inbox, message
-from rlplane.errors import ClientClosedError, PlaneConnectionError
+from rlplane.adapters.local.server import _ABANDON, _HELLO, _LEASE, _WELCOME, BYE, MAGIC, MAX_MESSAGE
+from rlplane.adapters.local.stream import LONGEST, Inbox, message
+from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
 
 __all__ = ["Connection"]
 
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_WAIT_S = 3600.0  # at once: a socket takes no timeout of years
 _PIECE = 256 * 1024
-_LONGEST_ANSWER = 2**32 - 1  # the controller is trusted: all that a header can say
 
 
 class Connection:
@@ -42,6 +40,7 @@ class Connection:
         self._channels: weakref.WeakSet[_Channel] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._unsent: deque[int] = deque()
+        self._abandoned: deque[int] = deque()
         self.closed = False
         self._alive = self._say_hello(bootstrap)
         _connections.add(self)
@@ -61,17 +60,28 @@ class Connection:
         """Like :meth:`request`, with a failure returned as it is."""
         channel = self._channel()
         number = next(self._numbers)
+        envelope = wire.Envelope(self.owner, request, _take_all(self._unsent), _take_all(self._abandoned))
         with channel.lock:
             if self.closed:
                 raise ClientClosedError("the client was closed")
             try:
-                self._send(channel, number, wire.Envelope(self.owner, request, self._take_unsent()))
+                self._send(channel, message(number, _encoded(envelope)))
                 return self._receive(channel, number, waits_s)
             except BaseException:
-                # Ctrl-C, or a controller that does not answer. For a channel that ends without a goodbye, the
-                # controller takes back what this request was given: it must not be lost unseen.
-                channel.close(goodbye=False)
+                # Ctrl-C, or a controller that does not answer: what comes later must not be lost unseen.
+                channel.close()
+                self._unsent.extend(envelope.released)
+                self._abandoned.extend(envelope.abandoned)
+                self._abandon(number)
                 raise
+
+    def _abandon(self, number: int) -> None:
+        try:
+            self._alive.send(_ABANDON.pack(number), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._abandoned.append(number)
+        except OSError:
+            pass  # the controller is gone, and the request with it
 
     def release(self, lease: int) -> None:
         """Give a lease back. Called by finalizers, from any thread: it must not block."""
@@ -89,14 +99,20 @@ class Connection:
                 return
             self.closed = True
             channels = list(self._channels)
-        with contextlib.suppress(OSError):
-            self._alive.send(BYE, socket.MSG_DONTWAIT)
+        busy = []
         for channel in channels:
             if channel.lock.acquire(blocking=False):
                 channel.close()
                 channel.lock.release()
             else:
                 channel.interrupt()
+                busy.append(channel)
+        for channel in busy:
+            # It says that it abandons its request, and goodbye has to come after that.
+            if channel.lock.acquire(timeout=1.0):
+                channel.lock.release()
+        with contextlib.suppress(OSError):
+            self._alive.send(BYE, socket.MSG_DONTWAIT)
         self._alive.close()
 
     def forget(self) -> None:
@@ -105,13 +121,12 @@ class Connection:
         with contextlib.suppress(OSError):
             self._alive.close()
         for channel in list(self._channels):
-            channel.close(goodbye=False)
+            channel.close()
 
     def _say_hello(self, bootstrap: bool) -> socket.socket:
         alive = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        alive.settimeout(_CONNECT_TIMEOUT_S)
         try:
-            alive.connect(self.directory.alive)
+            _connect(alive, self.directory.alive)
             alive.send(_HELLO.pack(MAGIC, os.getpid(), bootstrap))
             _, self.owner = _WELCOME.unpack(alive.recv(64))
         except Exception as error:
@@ -127,7 +142,7 @@ class Connection:
         if channel is None or channel.closed:
             try:
                 channel = _Channel(self.directory.control)
-            except ConnectionError:
+            except (ConnectionError, FileNotFoundError):
                 self._raise_gone()
             except OSError as error:
                 raise PlaneConnectionError(
@@ -138,16 +153,9 @@ class Connection:
                 self._channels.add(channel)
         return channel
 
-    def _take_unsent(self) -> list[int]:
-        released = []
-        while self._unsent:
-            with contextlib.suppress(IndexError):
-                released.append(self._unsent.popleft())
-        return released
-
-    def _send(self, channel: _Channel, number: int, envelope: wire.Envelope) -> None:
+    def _send(self, channel: _Channel, data: bytes) -> None:
         try:
-            channel.send(message(number, wire.encode(envelope)), self._ack_timeout_s)
+            channel.send(data, min(self._ack_timeout_s, _LONGEST_WAIT_S))
         except TimeoutError:
             self._raise_silent(self._ack_timeout_s)
         except OSError:
@@ -190,13 +198,12 @@ class _Channel:
         self.closed = True
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self._socket.settimeout(_CONNECT_TIMEOUT_S)
-            self._socket.connect(path)
+            _connect(self._socket, path)
         except BaseException:
             self._socket.close()
             raise
         self.closed = False
-        self._inbox = Inbox(_LONGEST_ANSWER)
+        self._inbox = Inbox(LONGEST)
         self._piece = memoryview(bytearray(_PIECE))
         # Held during a call: close() in another thread then only interrupts it.
         self.lock = threading.Lock()
@@ -217,18 +224,51 @@ class _Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def close(self, *, goodbye: bool = True) -> None:
+    def close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        with contextlib.suppress(OSError):
-            if goodbye:
-                self._socket.send(END_OF_CHANNEL, socket.MSG_DONTWAIT)
+        if self._pid == os.getpid():
+            # A child that was forked meanwhile may have the socket too; the controller is to see its end.
+            self.interrupt()
         self._socket.close()
 
     def __del__(self) -> None:
-        # In a forked child it is the parent's, who has not ended it.
-        self.close(goodbye=self._pid == os.getpid())
+        self.close()
+
+
+def _connect(to: socket.socket, path: str) -> None:
+    to.settimeout(_CONNECT_TIMEOUT_S)
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    while True:
+        try:
+            return to.connect(path)
+        except BlockingIOError:
+            # More are knocking than the kernel keeps waiting.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _encoded(envelope: wire.Envelope) -> bytes:
+    try:
+        body = wire.encode(envelope)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+    if len(body) > MAX_MESSAGE:
+        raise InvalidRequestError(
+            f"the ids and tags of this call take {len(body):,} bytes, and {MAX_MESSAGE:,} are the most; "
+            "divide it into several"
+        )
+    return body
+
+
+def _take_all(numbers: deque[int]) -> list[int]:
+    taken = []
+    while numbers:
+        with contextlib.suppress(IndexError):
+            taken.append(numbers.popleft())
+    return taken
 
 
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()

@@ -75,6 +75,7 @@ class _Owner:
         self.given: dict[int, tuple[int, Extent | int | tuple[str, str, list[str]]]] = {}
 
     def give(self, caller: Caller, what: Extent | int | tuple[str, str, list[str]]) -> None:
+        self.given.pop(caller.channel, None)  # so that the first is always the one not used for longest
         self.given[caller.channel] = (caller.number, what)
         if len(self.given) > _CHANNELS_REMEMBERED:
             del self.given[next(iter(self.given))]
@@ -153,6 +154,8 @@ class Controller:
                 raise PlaneConnectionError(f"client {envelope.owner} is not connected to this controller")
             for lease in envelope.released:
                 self.release(envelope.owner, lease)
+            for number in envelope.abandoned:
+                self.abandon(envelope.owner, number)
             answer = self._serve(caller, held, envelope.request)
             if answer is not None:
                 self._send(caller, answer)
@@ -413,23 +416,25 @@ class Controller:
             held.give(caller, (*caller.claim, batch.ids))
         return wire.Claimed(batch.ids, batch.tags)
 
-    def abandon(self, caller: Caller) -> None:
+    def abandon(self, owner: int, number: int) -> None:
         """The caller of a request was interrupted: it will not read the answer, or has not understood it."""
         for _, _, waiting in self._deadlines:
-            if waiting.channel == caller.channel and waiting.number == caller.number:
+            if waiting.owner == owner and waiting.number == number:
                 if self.state.give_up(waiting) is not None and waiting.extent is not None:
                     self._forget_blocks(waiting.extent)
                 self._waiting_room = deque(r for r in self._waiting_room if r.caller is not waiting)
-        held = self._owners.get(caller.owner)
-        number, what = (0, None) if held is None else held.given.pop(caller.channel, (0, None))
-        if held is not None and number == caller.number:
+        held = self._owners.get(owner)
+        for channel, (answered, what) in [] if held is None else list(held.given.items()):
+            if held is None or answered != number:
+                continue
+            del held.given[channel]
             if isinstance(what, Extent):
                 if held.reserved.pop(what.number, None) is not None:
                     self.arena.free(what, self.now)
             elif isinstance(what, int):
-                self.release(caller.owner, what)
-            elif what is not None and what[0] in self.state.partitions:
-                self.state.unclaim(*what)
+                self.release(owner, what)
+            elif what[0] in self.state.partitions:
+                self.state.unclaim(*what, owner)
         self.settle()
         self._retry_room()
 

@@ -221,7 +221,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
                 if isinstance(waiter.result, Batch):
                     # Interrupted just after it was answered: nobody has seen these samples.
                     with plane.lock:
-                        plane.state.unclaim(partition_id, task_name, waiter.result.ids)
+                        plane.state.unclaim(partition_id, task_name, waiter.result.ids, self._owner)
                         plane.settle()
                 raise
         return meta_of_batch(partition_id, task_name, names, batch, allow_pickle=self._allow_pickle)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -32,7 +33,7 @@ from rlplane.adapters.local import wire
 from rlplane.adapters.local.arena import Arena
 from rlplane.adapters.local.controller import Caller, Controller
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, left_overs, remove_if_dead
-from rlplane.adapters.local.stream import Inbox, MessageTooLong, message
+from rlplane.adapters.local.stream import LONGEST, Inbox, MessageTooLong, message
 
 __all__ = ["Server", "main", "serve"]
 
@@ -42,11 +43,12 @@ MAX_MESSAGE = 256 * 2**20
 _HELLO = struct.Struct("<4sQB")  # magic, pid, whether it is the bootstrap client
 _WELCOME = struct.Struct("<4sQ")  # magic, owner number
 _LEASE = struct.Struct("<Q")
+_ABANDON = struct.Struct("<Qx")  # the number of a request; one byte longer than a lease
 MAGIC = b"rlp1"
 BYE = b"bye"
 _BOOTSTRAP_MUST_CONNECT_S = 30.0
 _NO_SPARE = 0
-_PIECE = 2**20  # read at once from one channel, so that none holds up the others
+_PIECE = 128 * 1024  # read at once from one channel, so that none holds up the others
 _OUT_OF_FILES_S = 0.5
 
 
@@ -57,7 +59,8 @@ class _Channel:
         self.number, self.socket = number, socket_
         self.inbox = Inbox(MAX_MESSAGE)
         self.unsent = bytearray()
-        self.last: Caller | None = None  # its last request, if it has not said goodbye since
+        self.owner: int | None = None
+        self.asked: int | None = None  # the number of the request that is under way
 
 
 class Server:
@@ -105,7 +108,13 @@ class Server:
                 events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
                 for fd, event in events:
-                    self._serve(fd, event)
+                    try:
+                        self._serve(fd, event)
+                    except Exception:
+                        logger.exception(
+                            "the controller has a bug, and goes on without this client's channel"
+                        )
+                        self._forget(fd)
                 self.controller.expire()
                 if not events:
                     self.controller.give_back_idle()
@@ -210,18 +219,25 @@ class Server:
         for number, body in messages:
             self._request(channel, number, body)
 
+    def _abandon(self, owner: int, number: int) -> None:
+        # The request may still be in its channel. Bounded: no message is longer.
+        for channel in [c for c in self._channels.values() if c.owner in (owner, None)]:
+            for _ in range(MAX_MESSAGE // _PIECE):
+                if channel.number not in self._channels or not _has_more(channel.socket):
+                    break
+                self._receive(channel)
+        self.controller.abandon(owner, number)
+
     def _request(self, channel: _Channel, number: int, body: memoryview) -> None:
-        if not body:
-            channel.last = None  # goodbye
-            return
         try:
-            if channel.unsent:
-                raise ValueError("a request while the answer to the last one waits to be read")
+            if channel.asked is not None or channel.unsent:
+                raise ValueError("a request while another one is under way")
             envelope = wire.envelope_decoder.decode(body)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             self._count_malformed(error)
             return
-        caller = channel.last = Caller(envelope.owner, number, channel.number)
+        caller = Caller(envelope.owner, number, channel.number)
+        channel.owner, channel.asked = envelope.owner, number
         if isinstance(envelope.request, wire.Shutdown) and envelope.owner == self._bootstrap:
             self._send(caller, wire.Done())
             self._stopping = True
@@ -236,8 +252,11 @@ class Server:
         del self._channels[channel.number], self._channels_by_fd[channel.socket.fileno()]
         self._epoll.unregister(channel.socket.fileno())
         channel.socket.close()
-        if channel.last is not None:
-            self.controller.abandon(channel.last)
+
+    def _forget(self, fd: int) -> None:
+        channel = self._channels_by_fd.get(fd)
+        if channel is not None:
+            self._hang_up(channel)
 
     def _count_malformed(self, error: Exception) -> None:
         self.malformed += 1
@@ -248,7 +267,14 @@ class Server:
         channel = self._channels.get(caller.channel)
         if channel is None:
             return  # it is gone
-        data = message(caller.number, wire.encode(answer))
+        if channel.asked == caller.number:
+            channel.asked = None
+        body = wire.encode(answer)
+        if len(body) > LONGEST:
+            body = wire.encode(
+                wire.Failure("", f"the answer has {len(body)} bytes, which is too much for one")
+            )
+        data = message(caller.number, body)
         if channel.unsent:
             channel.unsent += data
             return
@@ -280,6 +306,8 @@ class Server:
             self._farewell(fd, died=not message)
         elif len(message) == _LEASE.size:
             self.controller.release(owner, _LEASE.unpack(message)[0])
+        elif len(message) == _ABANDON.size:
+            self._abandon(owner, _ABANDON.unpack(message)[0])
         else:
             self._count_malformed(ValueError(f"{len(message)} bytes on a client's socket"))
 
@@ -376,8 +404,15 @@ def _send_some(to: socket.socket, data: bytes | bytearray) -> int:
         return to.send(data)
     except BlockingIOError:
         return 0
+    except OSError as error:
+        return 0 if error.errno in (errno.ENOBUFS, errno.ENOMEM) else len(data)
+
+
+def _has_more(channel: socket.socket) -> bool:
+    try:
+        return bool(channel.recv(1, socket.MSG_PEEK))
     except OSError:
-        return len(data)
+        return False
 
 
 def serve(cfg: Mapping[str, Any], *, announce: Any = None, needs_bootstrap: bool = False) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["BYE", "Inbox", "MessageTooLong", "message"]
+__all__ = ["LONGEST", "Inbox", "MessageTooLong", "message"]
 
 _HEADER = struct.Struct("<IQ")  # length of the body, number of the request
-# The last message of a channel that has no request under way. A channel that ends without it was interrupted.
-BYE = _HEADER.pack(0, 0)
+LONGEST = 2**32 - 1  # body that a header can announce
 
 
 class MessageTooLong(ValueError):

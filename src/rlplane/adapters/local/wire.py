@@ -187,11 +187,13 @@ Request = (
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
-    """A request with its sender, and the leases that the sender gives back with it."""
+    """A request with its sender, the leases that the sender gives back with it, and the numbers of earlier
+    requests whose answers it will not read."""
 
     owner: int
     request: Request
     released: list[int] = []
+    abandoned: list[int] = []
 
 
 class _Answer(msgspec.Struct, array_like=True, tag=True):

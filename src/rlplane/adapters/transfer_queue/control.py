@@ -373,7 +373,7 @@ class Control:
         if claim is None:
             return
         if isinstance(answer, Batch):
-            self._state.unclaim(claim.partition_id, claim.task, answer.ids)
+            self._state.unclaim(claim.partition_id, claim.task, answer.ids, claim.owner)
         elif answer is None:
             self._state.give_up(claim.token)
 
