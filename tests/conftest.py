@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +13,14 @@ import pytest
 # an actor took more than a minute to start. Inherited by every process that a test starts.
 os.environ.update(RAY_worker_niceness="0")
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # They take longest, so they begin first.
-_LONG = ("mooncake", "simple", "test_demo_runs", "test_bench")
+_LONG = ("mooncake", "simple", "whole machine")
+# Each of these keeps every core busy by itself: one after the other.
+_WHOLE_MACHINE = ("test_demo_runs", "test_bench")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,7 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cluster = "mooncake" if "mooncake" in item.name else "simple"
         shares_ray = "ray_cluster" in getattr(item, "fixturenames", ())
-        groups[item] = cluster if shares_ray else item.path.stem
+        alone = "whole machine" if item.path.stem in _WHOLE_MACHINE else item.path.stem
+        groups[item] = cluster if shares_ray else alone
         item.add_marker(pytest.mark.xdist_group(groups[item]))
     items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
 

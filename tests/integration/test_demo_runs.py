@@ -164,7 +164,7 @@ def test_what_cannot_run_is_refused_at_once(start: Start, options: list[str], me
 @pytest.mark.slow
 def test_it_learns(start: Start) -> None:
     began = time.monotonic()
-    demo = start("--seed", "1", "--steps", "80")
+    demo = start("--seed", "1", "--steps", "70")
     code, summary = demo.finish(timeout_s=850)
     assert code == 0, demo.stderr
     assert summary["reward_first"] < 0.3

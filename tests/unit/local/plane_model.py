@@ -252,10 +252,11 @@ class PlaneModel:
             return self.clear(partition_id, None)
         return self.clear(partition_id, [i for i, s in flow.samples.items() if owner in s.writers])
 
-    def unclaim(self, partition_id: str, task: str, ids: list[str]) -> None:
+    def unclaim(self, partition_id: str, task: str, ids: list[str], owner: int) -> None:
         flow = self.flow(partition_id)
         if task in flow.tasks:
-            flow.give_back(flow.tasks[task], ids)
+            claimed = flow.tasks[task].claimed
+            flow.give_back(flow.tasks[task], [i for i in ids if i in claimed and claimed[i][0] == owner])
             self._serve(flow)
 
     def release_owner(self, owner: int) -> int:

@@ -45,8 +45,8 @@ class ControlStateMachine(RuleBasedStateMachine):
         self.state = ControlState(CAPACITY)
         self.model = PlaneModel(CAPACITY)
         self.next_block = 0
-        self.parked: dict[Any, tuple[str, str] | None] = {}
-        self.batches: list[tuple[str, str, list[str]]] = []
+        self.parked: dict[Any, tuple[str, str, int] | None] = {}
+        self.batches: list[tuple[str, str, list[str], int]] = []
 
     @initialize(group_size=st.sampled_from([None, None, 3]))
     def register_one(self, group_size: int | None) -> None:
@@ -127,9 +127,9 @@ class ControlStateMachine(RuleBasedStateMachine):
         claim = Claim(partition_id, task, fields, size, where, owner=owner, token=object())
         got = self._both(lambda plane: plane.claim(claim, blocking=blocking))
         if got is None:
-            self.parked[claim.token] = (partition_id, task)
+            self.parked[claim.token] = (partition_id, task, owner)
         elif isinstance(got, list):
-            self.batches.append((partition_id, task, got))
+            self.batches.append((partition_id, task, got, owner))
 
     @precondition(lambda self: self.parked)
     @rule(data=st.data())
@@ -229,7 +229,8 @@ class ControlStateMachine(RuleBasedStateMachine):
         for token, result in answers:
             asked = self.parked.pop(token)  # answered once, and only who waits
             if isinstance(result, list) and asked:
-                self.batches.append((*asked, result))
+                partition_id, task, owner = asked
+                self.batches.append((partition_id, task, result, owner))
         assert len(set(self.state.freed)) == len(self.state.freed)
         assert set(self.state.freed) == self.model.freed()
         for plane in (self.state, self.model):
