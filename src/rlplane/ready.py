@@ -277,10 +277,11 @@ class GroupQueue(ReadyQueue):
                     del self._gathering[self._table.groups[row]]
         for group in broken:
             self._leave(group)
-            # The others of a broken group wait for another member; mostly there are none.
-            others = [row for row in group.rows if row not in going]
-            if others:
-                self._gather_again(others, self._groups.append)
+        # The others of broken groups wait for another member, all at once so that they keep their order;
+        # mostly there are none.
+        others = [row for group in broken for row in group.rows if row not in going]
+        if others:
+            self._gather_again(others, self._groups.append)
         if len(rows):
             self.touched()
             if len(self._groups) > 2 * self.ready + 4096:

@@ -46,22 +46,16 @@ class ListOfGroups:
                 self.whole += self._gather(groups[row], [row])
 
     def restore(self, rows: list[Any], groups: dict[Any, str]) -> None:
-        names = dict.fromkeys(groups[row] for row in rows)
-        gathering = [(name, row) for name in names for row in self.gathering.pop(name, [])]
-        # What returns was ready before those who still gather.
-        returned = [(groups[row], row) for row in rows] + gathering
-        self.whole = [group for name, row in returned for group in self._gather(name, [row])] + self.whole
+        self.whole = self._gather_ahead(rows, groups) + self.whole
 
     def discard(self, rows: list[Any], groups: dict[Any, str]) -> None:
-        for row in rows:
-            name = groups[row]
-            broken = next((group for group in self.whole if row in group), None)
-            if broken is not None:
-                self.whole.remove(broken)
-                left = [other for other in broken if other != row]
-                self.whole += self._gather(name, left + self.gathering.pop(name, []))
-            elif row in self.gathering.get(name, []):
-                self.gathering[name].remove(row)
+        for members in self.gathering.values():
+            members[:] = [row for row in members if row not in rows]
+        found = [next((group for group in self.whole if row in group), []) for row in rows]
+        broken = [group for place, group in enumerate(found) if group and group not in found[:place]]
+        self.whole = [group for group in self.whole if group not in broken]
+        left = [row for group in broken for row in group if row not in rows]
+        self.whole += self._gather_ahead(left, groups)
 
     def fitting(self, match: set[Any] | None) -> list[Any]:
         return [row for group in self.whole if match is None or match >= set(group) for row in group]
@@ -73,6 +67,13 @@ class ListOfGroups:
 
     def waiting(self) -> set[Any]:
         return {row for group in [*self.whole, *self.gathering.values()] for row in group}
+
+    def _gather_ahead(self, rows: list[Any], groups: dict[Any, str]) -> list[list[Any]]:
+        """Gather rows that were ready before those who still gather."""
+        names = dict.fromkeys(groups[row] for row in rows)
+        later = [(name, row) for name in names for row in self.gathering.pop(name, [])]
+        ahead = [(groups[row], row) for row in rows]
+        return [made for name, row in ahead + later for made in self._gather(name, [row])]
 
     def _gather(self, name: str, rows: list[Any]) -> list[list[Any]]:
         made = []

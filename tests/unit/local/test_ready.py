@@ -184,6 +184,16 @@ def test_groups_that_leave_by_the_back_door_are_forgotten() -> None:
     assert not queue._gathering and not queue._group_of
 
 
+def test_the_others_of_two_broken_groups_of_one_name_keep_their_order() -> None:
+    table = Table()
+    queue = GroupQueue(table, 2)
+    for rows in ([0, 3, 4], [1]):
+        table.bear(rows, ["a"] * len(rows))
+        queue.offer(_array(rows))
+    queue.discard(_array([0, 1]))
+    assert queue.take(2, None).tolist() == [3, 4]
+
+
 def test_compaction_keeps_the_order_and_drops_doubles() -> None:
     table = Table(10_000)
     queue = RowQueue(table)
