@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from itertools import chain
 from typing import Any
 
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from rlplane.adapters.local import copying
 from rlplane.adapters.local.blocks import Assembler, Bytes, Layout, Source, prepare
 from rlplane.adapters.local.copying import copy_all
 from rlplane.errors import InvalidRequestError, UnsupportedValueError
@@ -69,7 +66,9 @@ class Store:
             allow_pickle=allow_pickle,
         )
         blocks, positions = zip(*places, strict=True) if places else ((), ())
-        return assembler.column("f", np.array(blocks, np.int64), np.array(positions, np.int32))
+        read = assembler.column("f", np.array(blocks, np.int64), np.array(positions, np.int32))
+        assembler.finish()
+        return read
 
 
 def column(value: Any, count: int, **options: Any) -> Source:
@@ -409,31 +408,3 @@ def test_a_block_is_aligned_and_says_how_large_it_is(field: Any) -> None:
     if kind != "dense":
         offsets = block[layout.offsets_at :][: 8 * (len(rows) + 1)].view(torch.int64)
         assert offsets.diff().tolist() == [len(row) for row in rows]
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 5 * 2**20 + 3])
-def test_large_copies_by_several_threads_are_whole(nbytes: int) -> None:
-    source = np.arange(nbytes, dtype=np.uint32).view(np.uint8)
-    targets = [np.zeros(source.nbytes, np.uint8) for _ in range(3)]
-    copy_all([(target.ctypes.data, source.ctypes.data, source.nbytes) for target in targets])
-    assert all(np.array_equal(target, source) for target in targets)
-
-
-def test_a_copy_that_is_interrupted_has_ended_when_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The helpers are still copying when the caller is interrupted; afterwards the memory is somebody else's.
-    running, caller = [], threading.get_ident()
-
-    def slow(target: int, source: int, nbytes: int) -> None:
-        if threading.get_ident() == caller:
-            time.sleep(0.05)
-            raise KeyboardInterrupt
-        running.append(target)
-        time.sleep(0.2)
-        running.remove(target)
-
-    monkeypatch.setattr(copying, "memmove", slow)
-    with pytest.raises(KeyboardInterrupt):
-        copy_all([(0, 0, 64 * 2**20)])
-    assert not running
-    time.sleep(0.3)
-    assert not running

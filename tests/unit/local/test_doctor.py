@@ -141,7 +141,7 @@ def test_a_machine_that_has_everything_is_well(shm: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "_FEW_FILES", 1)
     checks = doctor.inspect()
     assert [check.name for check in checks if check.status == "problem"] == []
-    assert {check.name: check.status for check in checks if check.name != "mappings"} == {
+    assert {check.name: check.status for check in checks if check.name not in ("mappings", "copies")} == {
         "platform": "ok",
         "shared memory": "ok",
         "shared memory is writable": "ok",
@@ -149,6 +149,16 @@ def test_a_machine_that_has_everything_is_well(shm: Path, monkeypatch: pytest.Mo
         "left-overs of dead planes": "ok",
     }
     assert list(shm.iterdir()) == [], "the probe is removed"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_it_says_whether_large_copies_are_as_fast_as_they_can_be(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    monkeypatch.setattr(doctor, "is_native", lambda: native)
+    found = check("copies")
+    assert found.status == ("ok" if native else "warning")
+    assert native or "install gcc" in found.detail
 
 
 def test_little_shared_memory_is_a_warning_that_says_what_to_do(

@@ -2,7 +2,7 @@
 
 A put stores each field as one block: the values, and for ragged columns the offsets of the rows.
 A row is (block, position). Neighbouring rows of one block are a slice of it; anything else is
-gathered with one call per field; per stretch of neighbours there is a slice of bytes and no more.
+gathered, with one copy per stretch of neighbours and one call for all fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_coll
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from rlplane.adapters.local.copying import Copy
+from rlplane.adapters.local.copying import Copies, Copy, copy_table
 from rlplane.adapters.local.wire import Layout
 from rlplane.errors import InvalidRequestError
 from rlplane.objects import decode_object, encode_objects
@@ -29,6 +29,8 @@ __all__ = ["Assembler", "Bytes", "Layout", "Source", "prepare", "stack_objects"]
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Bytes = NDArray[np.uint8]
+# Shorter rows are taken faster by numpy, one by one, than copied.
+_WORTH_A_COPY = 512
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -130,6 +132,13 @@ class Assembler:
         self._layouts, self._read, self._own, self._empty = layouts, read, own, empty
         self._allow_pickle = allow_pickle
         self._offsets: dict[bytes, Tensor] = {}
+        self._gathers: list[Copies] = []
+
+    def finish(self) -> None:
+        """Fill the columns that are gathered, all at once. Until then their bytes are undefined."""
+        if self._gathers:
+            copy_table(self._gathers[0] if len(self._gathers) == 1 else np.concatenate(self._gathers))
+            self._gathers.clear()
 
     def column(self, name: str, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Any:
         """The rows of one field, each given by its block and its position in it."""
@@ -174,14 +183,14 @@ class Assembler:
     ) -> Tensor:
         count, size = len(blocks), _element_size(layout)
         out = self._empty(size * count)
-        if size and len(numbers) == 1:
+        if 0 < size < _WORTH_A_COPY and len(numbers) == 1:
             rows = self._read(numbers[0])[: layout.values_nbytes].reshape(layout.rows, size)
             # With "clip" it writes straight into out; the positions are known to be there.
             np.take(rows, positions, axis=0, out=out.numpy().reshape(count, size), mode="clip")
         else:
-            raw = {number: self._read(number) for number in numbers}
+            raw = [self._read(number) for number in numbers]
             begins = positions.astype(np.int64) * size
-            _gather(raw, blocks, begins, begins + size, runs, out.numpy())
+            self._gather(raw, numbers, blocks, begins, begins + size, runs, out)
         return out.view(_DTYPES[layout.dtype]).view(count, *layout.shape)
 
     def _jagged(
@@ -202,9 +211,9 @@ class Assembler:
         (shape,) = shapes
         dtype = _DTYPES[kinds[0].dtype]
         size = dtype.itemsize * math.prod(shape)
-        raw = {number: self._read(number) for number in numbers}
+        raw = [self._read(number) for number in numbers]
         # The offsets of all blocks, one after the other, so that one step finds those of every row.
-        found = [_offsets(raw[number], self._layouts[number]) for number in numbers]
+        found = [_offsets(block, self._layouts[number]) for number, block in zip(numbers, raw, strict=True)]
         if len(found) == 1:
             known, at = found[0], positions.astype(np.int64)
         else:
@@ -216,8 +225,29 @@ class Assembler:
         np.cumsum(stops - begins, out=ends[1:])
         total = int(ends[-1])
         out = self._empty(total * size)
-        _gather(raw, blocks, begins * size, stops * size, runs, out.numpy())
+        self._gather(raw, numbers, blocks, begins * size, stops * size, runs, out)
         return self._nested(out.view(dtype).view(total, *shape), ends)
+
+    def _gather(
+        self,
+        raw: list[Bytes],
+        numbers: list[int],
+        blocks: NDArray[np.int64],
+        begins: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        runs: NDArray[np.int64],
+        out: Tensor,
+    ) -> None:
+        """Plan to copy bytes ``[begins, ends)`` of every row's block to ``out``, each stretch at once."""
+        lasts = np.empty_like(runs)
+        lasts[:-1], lasts[-1] = runs[1:] - 1, len(blocks) - 1
+        addresses = np.array([block.ctypes.data for block in raw], np.int64)
+        homes = addresses if len(numbers) == 1 else addresses[np.searchsorted(numbers, blocks[runs])]
+        copies = np.empty((len(runs), 3), np.int64)
+        copies[:, 1] = homes + begins[runs]
+        copies[:, 2] = sizes = ends[lasts] - begins[runs]
+        copies[:, 0] = out.data_ptr() + np.cumsum(sizes) - sizes
+        self._gathers.append(copies)
 
     def _nested(self, values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
         # Fields with equal lengths get the same offsets, so that torch lets them be combined.
@@ -382,26 +412,6 @@ def _runs(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> NDArray[np
     np.not_equal(positions[1:] - positions[:-1], 1, out=begins[1:])
     begins[1:] |= blocks[1:] != blocks[:-1]
     return begins.nonzero()[0]
-
-
-def _gather(
-    raw: dict[int, Bytes],
-    blocks: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    runs: NDArray[np.int64],
-    out: Bytes,
-) -> None:
-    """Copy bytes ``[begins, ends)`` of every row's block into ``out``, a stretch of neighbours at a time.
-
-    For rows of a few kilobytes numpy takes half the time of torch.cat, and it copies in the calling thread:
-    torch would wait for a thread of its pool that gets no core while a training job is computing.
-    """
-    lasts = np.empty_like(runs)
-    lasts[:-1], lasts[-1] = runs[1:], len(blocks)
-    slices = map(slice, begins[runs].tolist(), ends[lasts - 1].tolist())
-    sources = map(raw.__getitem__, blocks[runs].tolist())
-    np.concatenate(list(map(np.ndarray.__getitem__, sources, slices)), out=out)
 
 
 def _check_one_dtype(name: str, kinds: list[Layout]) -> None:

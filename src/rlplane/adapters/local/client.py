@@ -244,6 +244,7 @@ class ShmDataPlaneClient(DataPlaneClient):
                 name: _column(assembler, name, place)
                 for name, place in zip(names, located.places, strict=True)
             }
+            assembler.finish()
         finally:
             lease.done()
         result = as_batch(columns, len(ids))

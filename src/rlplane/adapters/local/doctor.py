@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlplane.adapters.local.copying import is_native
 from rlplane.adapters.local.planedir import SHM, left_overs, remove_if_dead
 
 __all__ = ["Check", "clean", "inspect"]
@@ -27,7 +28,7 @@ class Check:
 
 def inspect() -> list[Check]:
     """Look at everything that the engine needs of the machine."""
-    return [_platform(), _shm_size(), _shm_write(), _file_limit(), _mappings(), _left_overs()]
+    return [_platform(), _shm_size(), _shm_write(), _file_limit(), _mappings(), _copies(), _left_overs()]
 
 
 def clean() -> list[Path]:
@@ -86,6 +87,13 @@ def _mappings() -> Check:
         return Check("mappings", "warning", "vm.max_map_count cannot be read")
     detail = f"vm.max_map_count is {limit}; every batch that is held without a copy needs one or a few"
     return Check("mappings", "ok" if limit >= 65530 else "warning", detail)
+
+
+def _copies() -> Check:
+    if is_native():
+        return Check("copies", "ok", "the compiled loop")
+    hint = "install gcc and the headers of Python, then rlplane again"
+    return Check("copies", "warning", f"no compiled loop, so large ones take half as long again; {hint}")
 
 
 def _left_overs() -> Check:

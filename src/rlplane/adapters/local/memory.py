@@ -168,11 +168,12 @@ class MemoryDataPlaneClient(DataPlaneClient):
             filled = [
                 (source.layout, torch.empty(source.nbytes, dtype=torch.uint8)) for source in write.sources
             ]
-            copy_all(
+            copies = [
                 copy
                 for source, (_, block) in zip(write.sources, filled, strict=True)
                 for copy in source.copies(block, 0)
-            )
+            ]
+            copy_all(copies)
             with plane.lock:
                 numbers = list(range(plane.next_block, plane.next_block + len(filled)))
                 plane.next_block += len(filled)
@@ -268,6 +269,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
             allow_pickle=self._allow_pickle,
         )
         columns = {name: assembler.column(name, *places[name]) for name in names}
+        assembler.finish()
         return as_batch(columns, len(ids))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:

@@ -1,0 +1,4 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def work(job: NDArray[np.int64], /) -> None: ...
