@@ -47,8 +47,8 @@ class Store:
     def bytes(self, number: int) -> Bytes:
         return self.blocks[number][1].numpy()
 
-    def own(self, number: int, start: int, stop: int) -> Tensor:
-        return self.blocks[number][1][start:stop].clone()
+    def own(self, number: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        return self.blocks[number][1][start:stop].clone().view(dtype).view(shape)
 
     def put(self, source: Source) -> int:
         # Rubbish first, because recycled memory is full of it.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,44 +26,40 @@ from rlplane.objects import decode_object, encode_objects
 __all__ = ["Assembler", "Bytes", "Layout", "Source", "prepare", "stack_objects"]
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype not in _QUANTIZED}
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
 _WORTH_A_COPY = 512
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One field of a put, ready to be copied into a block."""
+class Source(NamedTuple):
+    """One field of a put, ready to be copied into a block of ``nbytes``."""
 
     name: str
     layout: Layout
+    nbytes: int
     values: Tensor
-    offsets: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the block."""
-        return self.layout.nbytes
+    offsets: Tensor | None = None
 
     def copies(self, memory: Tensor, start: int) -> list[Copy]:
         """What has to be copied, so that the block at ``memory[start:]`` holds the column.
 
         A source that is not contiguous, or conjugate or negative by a mark, is copied at once by torch.
         """
-        layout = self.layout
+        _, layout, _, values, offsets = self
         size = layout.values_nbytes
         block = memory.data_ptr() + start
         copies = []
         if not size:
             pass
-        elif _is_plain(self.values):
-            copies.append((block, self.values.data_ptr(), size))
+        elif values.is_contiguous() and not values.is_conj() and not values.is_neg():
+            copies.append((block, values.data_ptr(), size))
         else:
-            _values_in(memory[start : start + size], layout).copy_(self.values)
-        if self.offsets is not None:
-            copies.append((block + layout.offsets_at, self.offsets.data_ptr(), 8 * (layout.rows + 1)))
+            _values_in(memory[start : start + size], layout).copy_(values.detach())
+        if offsets is not None:
+            copies.append((block + layout.offsets_at, offsets.data_ptr(), 8 * (layout.rows + 1)))
         return copies
 
 
@@ -77,18 +72,19 @@ def prepare(
     if len(fields.batch_size) == 0 and not list(fields.keys()):
         return []
     sources = []
+    known: dict[int, _Offsets] = {}
     for name, value in fields.items():
         if type(value) is NestedTensor and name not in enums:
-            sources.append(_nested_source(name, value, count))
+            sources.append(_nested_source(name, value, count, known))
         elif isinstance(value, Tensor):
             if name in enums:
                 raise InvalidRequestError(
                     f"field {name!r} is declared as an enum of {enums[name]}; give its values as strings"
                 )
             if value.is_nested:
-                sources.append(_nested_source(name, value, count))
+                sources.append(_nested_source(name, value, count, known))
             else:
-                sources.append(_dense_source(name, value.detach().cpu(), count))
+                sources.append(_dense_source(name, value, count))
         elif isinstance(value, (NonTensorData, NonTensorStack)):
             rows = _object_rows(name, value, count)
             if name in enums:
@@ -115,7 +111,7 @@ class Assembler:
     Args:
         layouts: What is in the blocks.
         read: Gives a block's bytes, to copy from.
-        own: Gives bytes ``[start, stop)`` of a block as memory that belongs to the caller.
+        own: Gives bytes ``[start, stop)`` of a block, of this dtype and shape, as the caller's own.
         empty: Gives memory of so many bytes for a gather.
         allow_pickle: Whether objects may be unpickled.
     """
@@ -124,7 +120,7 @@ class Assembler:
         self,
         layouts: dict[int, Layout],
         read: Callable[[int], Bytes],
-        own: Callable[[int, int, int], Tensor],
+        own: Callable[[int, int, int, torch.dtype, tuple[int, ...]], Tensor],
         empty: Callable[[int], Tensor],
         *,
         allow_pickle: bool,
@@ -164,14 +160,13 @@ class Assembler:
         if layout.kind in ("object", "enum"):
             positions = np.arange(start, stop, dtype=np.int32)
             return self._objects(np.full(stop - start, block, np.int64), positions, [block])
-        size = _element_size(layout)
+        size, dtype = _element_size(layout), _DTYPES[layout.dtype]
         if layout.kind == "dense":
-            mine = self._own(block, start * size, stop * size)
-            return mine.view(_DTYPES[layout.dtype]).view(stop - start, *layout.shape)
+            return self._own(block, start * size, stop * size, dtype, (stop - start, *layout.shape))
         ends = _offsets(self._read(block), layout)[start : stop + 1]
         begin, end = int(ends[0]), int(ends[-1])
-        mine = self._own(block, begin * size, end * size).view(_DTYPES[layout.dtype])
-        return self._nested(mine.view(end - begin, *layout.shape) if layout.shape else mine, ends - begin)
+        mine = self._own(block, begin * size, end * size, dtype, (end - begin, *layout.shape))
+        return self._nested(mine, ends - begin)
 
     def _dense(
         self,
@@ -276,11 +271,6 @@ class Assembler:
 # Writing
 
 
-def _is_plain(values: Tensor) -> bool:
-    """Whether the bytes of a tensor, one after the other, are its values."""
-    return values.is_contiguous() and not values.is_conj() and not values.is_neg()
-
-
 def _check_rows(name: str, got: int, count: int) -> None:
     if got != count:
         raise InvalidRequestError(
@@ -289,25 +279,48 @@ def _check_rows(name: str, got: int, count: int) -> None:
 
 
 def _dense_source(name: str, value: Tensor, count: int) -> Source:
+    if not value.is_cpu:
+        value = value.cpu()
     _check_rows(name, value.shape[0] if value.ndim else 0, count)
     layout = Layout("dense", _dtype_name(name, value), tuple(value.shape[1:]), count, value.nbytes)
-    return Source(name, layout, value, None)
+    return Source(name, layout, layout.nbytes, value)
 
 
-def _nested_source(name: str, value: Any, count: int) -> Source:
+class _Offsets(NamedTuple):
+    """Offsets that start at 0, and which values they are of."""
+
+    given: Tensor  # kept, so that nothing else gets its id
+    offsets: Tensor
+    start: int
+    stop: int
+
+
+def _checked_offsets(name: str, given: Tensor, count: int) -> _Offsets:
+    offsets = given if given.is_cpu else given.cpu()
+    if offsets.dtype is not torch.int64 or not offsets.is_contiguous():
+        offsets = offsets.to(torch.int64).contiguous()
+    _check_rows(name, offsets.shape[0] - 1, count)
+    if not count:
+        return _Offsets(given, torch.zeros(1, dtype=torch.int64), 0, 0)
+    ends = offsets.numpy()
+    start, stop = int(ends[0]), int(ends[-1])
+    return _Offsets(given, offsets - start if start else offsets, start, stop)
+
+
+def _nested_source(name: str, value: Any, count: int, known: dict[int, _Offsets]) -> Source:
     if type(value) is NestedTensor and value._lengths is None and value._ragged_idx == 1:
         # Its parts directly: asking a nested tensor costs tens of microseconds a question.
-        values, offsets = value._values.detach(), value._offsets
+        values, given = value._values, value._offsets
+        checked = known.get(id(given))
+        if checked is None:
+            # Fields of one batch mostly have the same.
+            checked = known[id(given)] = _checked_offsets(name, given, count)
+        _, offsets, start, stop = checked
         if not values.is_cpu:
-            values, offsets = values.cpu(), offsets.cpu()
-        if offsets.dtype is not torch.int64 or not offsets.is_contiguous():
-            offsets = offsets.to(torch.int64).contiguous()
-        ends = offsets.numpy()
-        _check_rows(name, len(ends) - 1, count)
-        if count:
-            start, stop = int(ends[0]), int(ends[-1])
-            if start or stop != values.size(0):
-                values, offsets = values[start:stop], offsets - start
+            values = values.cpu()
+        shape = values.shape
+        if start or stop != shape[0]:
+            values = values[start:stop]
     else:
         value = value.detach().cpu()
         _check_rows(name, value.size(0), count)
@@ -321,10 +334,10 @@ def _nested_source(name: str, value: Any, count: int) -> Source:
         values = torch.cat(rows) if rows else torch.empty(0, dtype=value.dtype)
         lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64)
         offsets = lengths.cumsum(0)
-    if not count:
-        offsets = torch.zeros(1, dtype=torch.int64)
-    layout = Layout("jagged", _dtype_name(name, values), tuple(values.shape[1:]), count, values.nbytes)
-    return Source(name, layout, values, offsets)
+        shape = values.shape
+    element = tuple(shape[1:]) if len(shape) > 1 else ()
+    layout = Layout("jagged", _dtype_name(name, values), element, count, values.nbytes)
+    return Source(name, layout, layout.nbytes, values, offsets)
 
 
 def _object_rows(name: str, value: Any, count: int) -> list[Any]:
@@ -350,7 +363,7 @@ def _object_source(name: str, rows: list[Any], allow_pickle: bool) -> Source:
     np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
     joined = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)
     layout = Layout("object", "torch.uint8", (), len(rows), joined.nbytes)
-    return Source(name, layout, torch.from_numpy(joined), torch.from_numpy(offsets))
+    return Source(name, layout, layout.nbytes, torch.from_numpy(joined), torch.from_numpy(offsets))
 
 
 def _enum_source(name: str, rows: list[Any], vocabulary: list[str]) -> Source:
@@ -365,16 +378,17 @@ def _enum_source(name: str, rows: list[Any], vocabulary: list[str]) -> Source:
     dtype = torch.uint8 if len(vocabulary) <= 256 else torch.int32
     values = torch.tensor(numbers, dtype=dtype)
     layout = Layout("enum", str(dtype), (), len(rows), values.numel() * values.itemsize, vocabulary)
-    return Source(name, layout, values, None)
+    return Source(name, layout, layout.nbytes, values)
 
 
 def _dtype_name(name: str, value: Tensor) -> str:
-    if value.is_quantized or value.layout not in (torch.strided, torch.jagged):
+    known = _NAMES.get(value.dtype)
+    if known is None or value.layout is not torch.strided:
         raise InvalidRequestError(
             f"field {name!r} has dtype {value.dtype} and layout {value.layout}; "
             "a field is dense or nested, and not quantized"
         )
-    return _NAMES[value.dtype]
+    return known
 
 
 # Reading

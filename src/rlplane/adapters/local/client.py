@@ -144,7 +144,7 @@ class ShmDataPlaneClient(DataPlaneClient):
             try:
                 link.segments.back(extent)
                 copied = time.perf_counter()
-                _fill(link.segments.view(extent), write.sources, sizes)
+                _fill(link.segments.whole(extent.segment), extent.offset, write.sources)
             except BaseException:
                 link.connection.request(wire.Unreserve(extent.number))
                 raise
@@ -483,18 +483,19 @@ class _Reader:
             shared = self._shared[index] = self._segments.view(self._located.extents[index]).numpy()
         return shared[start : start + layout.nbytes]
 
-    def own(self, number: int, begin: int, end: int) -> Tensor:
+    def own(self, number: int, begin: int, end: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         self.nbytes += end - begin
-        if end - begin < _WORTH_MAPPING:
-            # In numpy, because torch would use all its threads for a few thousand bytes.
-            copy = torch.empty(end - begin, dtype=torch.uint8)
-            np.copyto(copy.numpy(), self.read(number)[begin:end])
-            return copy
         index, start, _ = self._located.blocks[number]
+        extent = self._located.extents[index]
+        if end - begin < _WORTH_MAPPING:
+            copy = torch.empty(shape, dtype=dtype)
+            shared = self._segments.whole(extent.segment).data_ptr() + extent.offset + start
+            copy_all([(copy.data_ptr(), shared + begin, end - begin)])
+            return copy
         private = self._private.get(index)
         if private is None:
-            private = self._private[index] = self._segments.private(self._located.extents[index], self._lease)
-        return private[start + begin : start + end]
+            private = self._private[index] = self._segments.private(extent, self._lease)
+        return private[start + begin : start + end].view(dtype).view(shape)
 
     def empty(self, nbytes: int) -> Tensor:
         self.nbytes += nbytes
@@ -522,12 +523,11 @@ def _grouped(layouts: dict[int, wire.Layout], most: int) -> list[list[tuple[int,
     return groups
 
 
-def _fill(memory: Tensor, sources: list[Source], sizes: list[int]) -> None:
+def _fill(memory: Tensor, start: int, sources: list[Source]) -> None:
     copies = []
-    start = 0
-    for source, size in zip(sources, sizes, strict=True):
+    for source in sources:
         copies += source.copies(memory, start)
-        start += size
+        start += source.nbytes
     copy_all(copies)
 
 

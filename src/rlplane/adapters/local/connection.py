@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -27,6 +29,8 @@ __all__ = ["Connection"]
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_WAIT_S = 3600.0  # at once: a socket takes no timeout of years
 _PIECE = 256 * 1024
+_LONG_S = 10.0
+_TIMEVAL = struct.Struct("@ll")
 
 
 class Connection:
@@ -60,7 +64,8 @@ class Connection:
         """Like :meth:`request`, with a failure returned as it is."""
         channel = self._channel()
         number = next(self._numbers)
-        envelope = wire.Envelope(self.owner, request, _take_all(self._unsent), _take_all(self._abandoned))
+        released, abandoned = _take_all(self._unsent), _take_all(self._abandoned)
+        envelope = wire.Envelope(self.owner, request, released, abandoned)
         with channel.lock:
             if self.closed:
                 raise ClientClosedError("the client was closed")
@@ -70,8 +75,8 @@ class Connection:
             except BaseException:
                 # Ctrl-C, or a controller that does not answer: what comes later must not be lost unseen.
                 channel.close()
-                self._unsent.extend(envelope.released)
-                self._abandoned.extend(envelope.abandoned)
+                self._unsent.extend(released)
+                self._abandoned.extend(abandoned)
                 self._abandon(number)
                 raise
 
@@ -162,21 +167,21 @@ class Connection:
             self._raise_gone()
 
     def _receive(self, channel: _Channel, number: int, waits_s: float) -> wire.Answer:
-        patience = waits_s + self._ack_timeout_s
+        patience = left = waits_s + self._ack_timeout_s
         deadline = time.monotonic() + patience
         while True:
-            left = deadline - time.monotonic()
             if left <= 0:
                 self._raise_silent(patience)
             try:
                 messages = channel.receive(min(left, _LONGEST_WAIT_S))
             except TimeoutError:
-                continue
+                messages = []
             except (EOFError, OSError):
                 self._raise_gone()
             for answered, body in messages:
                 if answered == number:
                     return wire.answer_decoder.decode(body)
+            left = deadline - time.monotonic()
 
     def _raise_silent(self, patience: float) -> NoReturn:
         raise PlaneConnectionError(
@@ -203,21 +208,38 @@ class _Channel:
             self._socket.close()
             raise
         self.closed = False
+        self._socket.settimeout(None)
+        self._timeouts: dict[int, float] = {}
         self._inbox = Inbox(LONGEST)
         self._piece = memoryview(bytearray(_PIECE))
         # Held during a call: close() in another thread then only interrupts it.
         self.lock = threading.Lock()
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        self._socket.settimeout(timeout_s)
-        self._socket.sendall(data)
+        self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
+        try:
+            self._socket.sendall(data)
+        except BlockingIOError:
+            raise TimeoutError from None
 
     def receive(self, timeout_s: float) -> list[tuple[int, memoryview]]:
-        self._socket.settimeout(timeout_s)
-        size = self._socket.recv_into(self._piece)
+        self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
+        try:
+            size = self._socket.recv_into(self._piece)
+        except BlockingIOError:
+            raise TimeoutError from None
         if not size:
             raise EOFError
         return self._inbox.messages(self._piece[:size])
+
+    def _set_timeout(self, which: int, timeout_s: float) -> None:
+        # The kernel's timeout: Python's own asks poll before every call, which takes as long as the call.
+        if timeout_s > _LONG_S:
+            timeout_s = math.ceil(timeout_s)  # so that it is mostly the one that is set already
+        if self._timeouts.get(which) != timeout_s:
+            microseconds = max(int(timeout_s * 1e6), 1)  # none at all would mean for ever
+            self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(*divmod(microseconds, 10**6)))
+            self._timeouts[which] = timeout_s
 
     def interrupt(self) -> None:
         """Make the call that waits in another thread end."""
@@ -264,7 +286,7 @@ def _encoded(envelope: wire.Envelope) -> bytes:
 
 
 def _take_all(numbers: deque[int]) -> list[int]:
-    taken = []
+    taken: list[int] = []
     while numbers:
         with contextlib.suppress(IndexError):
             taken.append(numbers.popleft())

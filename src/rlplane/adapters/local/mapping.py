@@ -66,6 +66,10 @@ class Segments:
         """The bytes of an extent, shared: to write into before the commit, or to copy from under a lease."""
         return self._segment(extent.segment)[2][extent.offset : extent.offset + extent.size]
 
+    def whole(self, segment: int) -> Tensor:
+        """All bytes of a segment, shared: to reach an extent at its offset without making a view of it."""
+        return self._segment(segment)[2]
+
     def back(self, extent: Extent) -> None:
         """Make sure that the pages of an extent exist, because a write to one that cannot be made kills."""
         if extent.backed:

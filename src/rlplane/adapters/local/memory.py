@@ -256,10 +256,10 @@ class MemoryDataPlaneClient(DataPlaneClient):
             used = {number for blocks, _ in places.values() for number in set(blocks.tolist())}
             held = {number: plane.blocks[number] for number in used}
 
-        def own(number: int, start: int, stop: int) -> Tensor:
+        def own(number: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             copy = scratch.empty(stop - start)
             copy_all([(copy.data_ptr(), held[number][1].data_ptr() + start, stop - start)])
-            return copy
+            return copy.view(dtype).view(shape)
 
         assembler = Assembler(
             {number: layout for number, (layout, _) in held.items()},
