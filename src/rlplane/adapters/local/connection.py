@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
+import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -29,8 +28,6 @@ __all__ = ["Connection"]
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_WAIT_S = 3600.0  # at once: a socket takes no timeout of years
 _PIECE = 256 * 1024
-_LONG_S = 10.0
-_TIMEVAL = struct.Struct("@ll")
 
 
 class Connection:
@@ -208,38 +205,35 @@ class _Channel:
             self._socket.close()
             raise
         self.closed = False
-        self._socket.settimeout(None)
-        self._timeouts: dict[int, float] = {}
+        self._socket.settimeout(0)
+        self._answered = select.poll()
+        self._answered.register(self._socket, select.POLLIN)
         self._inbox = Inbox(LONGEST)
         self._piece = memoryview(bytearray(_PIECE))
         # Held during a call: close() in another thread then only interrupts it.
         self.lock = threading.Lock()
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         try:
-            self._socket.sendall(data)
+            sent = self._socket.send(data)
         except BlockingIOError:
-            raise TimeoutError from None
+            sent = 0
+        if sent < len(data):
+            # A long one: more than the socket holds.
+            self._socket.settimeout(timeout_s)
+            try:
+                self._socket.sendall(memoryview(data)[sent:])
+            finally:
+                self._socket.settimeout(0)
 
     def receive(self, timeout_s: float) -> list[tuple[int, memoryview]]:
-        self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
-        try:
-            size = self._socket.recv_into(self._piece)
-        except BlockingIOError:
-            raise TimeoutError from None
+        # Not a blocking read: that one also wakes up when the controller has taken the request.
+        if not self._answered.poll(timeout_s * 1000):
+            raise TimeoutError
+        size = self._socket.recv_into(self._piece)
         if not size:
             raise EOFError
         return self._inbox.messages(self._piece[:size])
-
-    def _set_timeout(self, which: int, timeout_s: float) -> None:
-        # The kernel's timeout: Python's own asks poll before every call, which takes as long as the call.
-        if timeout_s > _LONG_S:
-            timeout_s = math.ceil(timeout_s)  # so that it is mostly the one that is set already
-        if self._timeouts.get(which) != timeout_s:
-            microseconds = max(int(timeout_s * 1e6), 1)  # none at all would mean for ever
-            self._socket.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(*divmod(microseconds, 10**6)))
-            self._timeouts[which] = timeout_s
 
     def interrupt(self) -> None:
         """Make the call that waits in another thread end."""

@@ -432,8 +432,11 @@ def main() -> None:
     parser.add_argument("--ready-fd", type=int, required=True, help="the address is written here")
     options = parser.parse_args()
     logging.basicConfig(level=os.environ.get("RLPLANE_LOG_LEVEL", "WARNING").upper(), stream=sys.stderr)
-    # Ctrl-C goes to the whole group; the bootstrap client decides when the plane ends.
-    os.setpgid(0, 0) if os.getpgid(0) != os.getpid() else None
+    # A session of its own. Ctrl-C goes to the group of the clients, and the bootstrap client decides when the
+    # plane ends. And Linux shares the cores out among sessions first: as one process among those of its
+    # clients, who all wait for it, the controller would get as little as each of them.
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
 
     def announce(address: str) -> None:
         os.write(options.ready_fd, address.encode())
