@@ -23,6 +23,7 @@ _LONG = ("mooncake", "simple", "whole machine")
 _WHOLE_MACHINE = ("test_demo_runs", "test_bench")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep together, when tests run in several processes, what shares a cluster or the fixtures of a file."""
     groups = {}
