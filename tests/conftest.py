@@ -18,9 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They take longest, so they begin first.
-_LONG = ("mooncake", "simple", "whole machine")
-# Each of these keeps every core busy by itself: one after the other.
-_WHOLE_MACHINE = ("test_demo_runs", "test_bench")
+_LONG = ("test_demo_runs", "mooncake", "simple", "test_bench")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
@@ -30,8 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         cluster = "mooncake" if "mooncake" in item.name else "simple"
         shares_ray = "ray_cluster" in getattr(item, "fixturenames", ())
-        alone = "whole machine" if item.path.stem in _WHOLE_MACHINE else item.path.stem
-        groups[item] = cluster if shares_ray else alone
+        groups[item] = cluster if shares_ray else item.path.stem
         item.add_marker(pytest.mark.xdist_group(groups[item]))
     items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
 
