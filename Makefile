@@ -15,7 +15,7 @@ help: ## Show the targets
 
 setup: $(STAMP) ## Make .venv with everything pinned in constraints.txt
 
-$(STAMP): constraints.txt pyproject.toml scripts/setup.sh
+$(STAMP): constraints.txt pyproject.toml setup.py src/rlplane/adapters/local/_copy.c scripts/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup.sh
 	@touch $@
 
@@ -42,5 +42,5 @@ bench: $(STAMP) ## Measure us, the peers and the machine's limit side by side
 
 clean: ## Remove .venv and caches
 	@echo "==> removing $(VENV), caches and build output"
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info src/rlplane/adapters/local/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

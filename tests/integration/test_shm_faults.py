@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from tests.integration import shm_workers as workers
 from tests.integration.shm_workers import FIELDS, batch, is_whole, kill, start
 
+from rlplane.adapters.local import client as client_module
 from rlplane.adapters.local import wire
 from rlplane.adapters.local.doctor import clean, inspect
 from rlplane.adapters.local.planedir import PlaneDir, left_overs
@@ -274,7 +275,15 @@ def knock(client):
     """A bare socket to the controller, as anybody with the same user could open one."""
     attacker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     attacker.settimeout(20)
-    attacker.connect(PlaneDir.at(client.controller_address).control)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            attacker.connect(PlaneDir.at(client.controller_address).control)
+            break
+        except BlockingIOError:
+            # More are knocking than the kernel keeps waiting.
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     return attacker
 
 
@@ -465,3 +474,105 @@ def test_closing_a_client_ends_its_calls_that_wait_in_other_threads(plane):
     thread.join(20)
     assert failed == [True]
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 0)
+
+
+class SlowCopies:
+    """Copies that begin when they are told to."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go, self.done = threading.Event(), threading.Event(), False
+        self._copy_all = client_module.copy_all
+        monkeypatch.setattr(client_module, "copy_all", self.copy_all)
+
+    def copy_all(self, copies):
+        self.begun.set()
+        assert self.go.wait(20)
+        self._copy_all(copies)
+        self.done = True
+
+
+@pytest.mark.parametrize("call", ["put", "read"])
+def test_closing_a_client_waits_until_another_thread_has_copied(plane, monkeypatch, call):
+    plane.put_samples(["there"], "flow", batch(["there"]))
+    other = workers.connect(plane.controller_address)
+    copies = SlowCopies(monkeypatch)
+    ended = []
+
+    def use():
+        try:
+            if call == "put":
+                other.put_samples(["new"], "flow", batch(["new"]))
+            else:
+                ended.append(other.get_samples(["there"], "flow", FIELDS))
+        except ConnectionError as error:
+            ended.append(error)
+
+    using = threading.Thread(target=use)
+    using.start()
+    assert copies.begun.wait(20)
+    closing = threading.Thread(target=other.close)
+    closing.start()
+    time.sleep(0.3)
+    assert closing.is_alive() and plane.arena_status()["clients"] == 2, "its memory is still its own"
+    copies.go.set()
+    closing.join(20)
+    assert not closing.is_alive() and copies.done
+    using.join(20)
+    if call == "put":
+        assert plane.list_sample_ids("flow") in (["there"], ["there", "new"])
+    elif not isinstance(ended[0], ConnectionError):
+        assert is_whole(["there"], ended[0])
+    wait_for_clients(plane, 1)
+    assert plane.arena_status()["leases"] == 0
+
+
+def test_a_put_that_was_about_to_copy_when_its_client_was_closed_copies_nothing(plane, monkeypatch):
+    other = workers.connect(plane.controller_address)
+    monkeypatch.setattr(client_module.Segments, "back", lambda *_: pytest.fail("it went on"))
+    reserve = client_module.ShmDataPlaneClient._reserve
+
+    def reserve_and_be_closed(self, link, *args):
+        extent = reserve(self, link, *args)
+        closing = threading.Thread(target=self.close)
+        closing.start()
+        closing.join(20)
+        return extent
+
+    monkeypatch.setattr(client_module.ShmDataPlaneClient, "_reserve", reserve_and_be_closed)
+    with pytest.raises(ConnectionError):
+        other.put_samples(["new"], "flow", batch(["new"]))
+    wait_for_clients(plane, 1)
+    assert plane.arena_status()["reserved"] == 0 and plane.list_sample_ids("flow") == []
+
+
+def test_a_signal_handler_may_close_a_client_in_the_middle_of_a_copy(plane, monkeypatch):
+    other = workers.connect(plane.controller_address)
+    copy_all = client_module.copy_all
+
+    def close_and_copy(copies):
+        started = time.monotonic()
+        other.close()
+        assert time.monotonic() - started < 10, "it waited for itself"
+        copy_all(copies)
+
+    monkeypatch.setattr(client_module, "copy_all", close_and_copy)
+    with pytest.raises(ConnectionError):
+        other.put_samples(["new"], "flow", batch(["new"]))
+    wait_for_clients(plane, 1)
+    assert plane.list_sample_ids("flow") == []
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+def test_a_default_device_of_the_users_changes_nothing(backend):
+    ids = [f"s{row}" for row in range(8)]
+    values = torch.arange(8 * 400.0).view(8, 400)
+    client = build_data_plane_client(load_config(backend))
+    try:
+        client.register_partition("flow", ["x"], 0, ["train"])
+        with torch.device("meta"):
+            client.put_samples(ids, "flow", TensorDict({"x": values}, batch_size=[8]))
+            for wanted in (ids, ids[::-1], ids[2:5]):
+                read = client.get_samples(wanted, "flow", ["x"])["x"]
+                assert read.tolist() == values[[ids.index(i) for i in wanted]].tolist()
+    finally:
+        client.close()

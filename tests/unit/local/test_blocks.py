@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane.adapters.local.blocks import Assembler, Bytes, Layout, Source, prepare
 from rlplane.adapters.local.copying import copy_all
-from rlplane.errors import InvalidRequestError, UnsupportedValueError
+from rlplane.errors import DataPlaneError, InvalidRequestError, UnsupportedValueError
 
 DTYPES = [
     torch.bool,
@@ -408,3 +409,60 @@ def test_a_block_is_aligned_and_says_how_large_it_is(field: Any) -> None:
     if kind != "dense":
         offsets = block[layout.offsets_at :][: 8 * (len(rows) + 1)].view(torch.int64)
         assert offsets.diff().tolist() == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([0, 3, 9], "has 6 values, and its offsets go to 9"),
+        ([-1, 3, 6], "start below 0 or decrease"),
+        ([0, 7, 6], "start below 0 or decrease"),
+    ],
+)
+def test_offsets_that_lie_are_refused(offsets: list[int], said: str) -> None:
+    lying = NestedTensor(torch.arange(6), offsets=torch.tensor(offsets))
+    with pytest.raises(InvalidRequestError, match=said):
+        column(lying, 2)
+
+
+def test_offsets_that_one_field_can_have_and_another_cannot_are_refused() -> None:
+    offsets = torch.tensor([0, 2, 4])
+    fields = TensorDict({}, batch_size=[])
+    fields["enough"] = NestedTensor(torch.arange(4), offsets=offsets)
+    fields["short"] = NestedTensor(torch.arange(3), offsets=offsets)
+    with pytest.raises(InvalidRequestError, match="'short' has 3 values"):
+        prepare(fields, 2, {}, allow_pickle=False)
+
+
+@pytest.mark.parametrize("places", [[(0, 0), (0, 1)], [(0, 1), (0, 0)]])
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_offsets_that_somebody_has_written_over_are_not_followed(
+    places: list[tuple[int, int]], bad: int
+) -> None:
+    store = Store()
+    number = store.put(column(jagged([torch.arange(3), torch.arange(4)]), 2))
+    layout, block = store.blocks[number]
+    block[layout.offsets_at :].view(torch.int64)[2] = bad
+    with pytest.raises(DataPlaneError, match="offsets of field 'f' are damaged"):
+        store.read(places)
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    source = column(torch._efficientzerotensor((3, 4)), 3)
+    with pytest.raises(InvalidRequestError, match="without memory of its own"):
+        source.copies(torch.empty(source.nbytes, dtype=torch.uint8), 0)
+
+
+def test_a_default_device_of_the_users_is_not_where_bytes_go() -> None:
+    store = Store()
+    rows = [torch.arange(200), torch.arange(300)]
+    with torch.device("meta"):
+        words = column(NonTensorStack("a", "b"), 2, enums={"f": ["a", "b"]})
+        empty = column(NestedTensor(torch.empty(0, device="cpu"), torch.zeros(1, device="cpu").long()), 0)
+    assert words.values.is_cpu and empty.offsets is not None and empty.offsets.is_cpu
+    number = store.put(column(jagged(rows), 2))
+    with torch.device("meta"):
+        assert store.read([]).is_cpu
+        assert [row.tolist() for row in store.read([(number, 0), (number, 1)]).unbind()] == [
+            row.tolist() for row in rows
+        ]

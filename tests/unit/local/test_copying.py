@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import sysconfig
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +31,9 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def test_the_loop_is_compiled_where_there_is_a_compiler() -> None:
-    assert copying.is_native() or shutil.which("cc") is None
+def test_the_loop_is_compiled_where_it_can_be() -> None:
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    assert copying.is_native() or not headers or shutil.which("cc") is None
 
 
 def random_bytes(count: int) -> NDArray[np.uint8]:
@@ -87,34 +94,105 @@ def test_a_copy_that_is_cancelled_begins_no_more_pieces(loop: str) -> None:
     source, target = random_bytes(100), np.zeros(100, np.uint8)
     job = copying._Job(np.array([(target.ctypes.data, source.ctypes.data, 100)]), streaming=False)
     job.cancel()
-    job.work()
+    job.help()
+    job.finish()
     assert not target.any()
 
 
-def test_a_copy_that_is_interrupted_has_ended_when_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The helpers are still copying when the caller is interrupted; afterwards the memory is somebody else's.
-    running, caller = [], threading.get_ident()
+@pytest.fixture
+def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
+    """Ctrl-C after so many seconds, in the middle of whatever the main thread does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def after(seconds: float) -> threading.Timer:
+        main = threading.main_thread().ident
+        assert main is not None
+        timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        return timer
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield after
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_copy_can_be_interrupted_at_any_moment_and_has_ended_then(
+    loop: str, interrupts: Callable[[float], threading.Timer]
+) -> None:
+    source = random_bytes(9 * MB)
+    target = np.zeros_like(source)
+    random = np.random.default_rng(3)
+    interrupted = 0
+    for _ in range(300):
+        try:
+            timer = interrupts(float(random.uniform(0, 1e-3)))
+            try:
+                copy_all([(target.ctypes.data, source.ctypes.data, source.nbytes)])
+            finally:
+                timer.cancel()
+                timer.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+        # Who still copied would write into this.
+        target[::4096] = 0
+        time.sleep(0.0005)
+        assert not target[::4096].any()
+    assert interrupted
+
+
+def test_a_copy_that_is_interrupted_while_it_waits_for_a_helper_goes_on_waiting(
+    monkeypatch: pytest.MonkeyPatch, interrupts: Callable[[float], threading.Timer]
+) -> None:
+    # The helper is slow; Ctrl-C comes when the caller has nothing left to copy.
+    running: list[int] = []
+    helped = threading.Event()
+    caller = threading.get_ident()
 
     def slow(target: int, source: int, nbytes: int) -> None:
         if threading.get_ident() == caller:
-            time.sleep(0.05)
-            raise KeyboardInterrupt
+            helped.wait(10)
+            return
         running.append(target)
-        time.sleep(0.2)
+        helped.set()
+        time.sleep(0.5)
         running.remove(target)
 
     monkeypatch.setattr(copying, "native", None)
     monkeypatch.setattr(copying, "memmove", slow)
+    monkeypatch.setattr(copying, "_helpers", one_helper())
+    interrupts(0.2)
     with pytest.raises(KeyboardInterrupt):
-        copy_all([(0, 0, 64 * MB)])
-    assert not running
-    time.sleep(0.3)
-    assert not running
+        copy_all([(number, 0, 2 * MB) for number in range(3)])
+    assert helped.is_set() and not running
 
 
-@pytest.mark.parametrize("numbers", [[], [0, 1], [0, 1, 0], [0, 2, 0, 1, 2, 3], [0, -1, 0, 1, 2, 3]])
+def one_helper() -> Any:
+    helpers = copying._Helpers()
+    helpers._pid, helpers._count = os.getpid(), 1
+    threading.Thread(target=helpers._run, args=(helpers._queue,), daemon=True).start()
+    return helpers
+
+
+def test_without_threads_to_be_had_the_caller_copies_alone(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(copying, "_helpers", copying._Helpers())
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    source = random_bytes(5 * MB)
+    for _ in range(2):
+        target = np.zeros_like(source)
+        copy_all([(target.ctypes.data, source.ctypes.data, source.nbytes)])
+        assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("numbers", [[], [0, 1], [0, 1, 0, 0], [0, 2, 0, 0, 1, 2, 3], [0, -1, 0, 0, 1, 2, 3]])
 def test_a_job_that_is_not_one_is_refused(numbers: list[int]) -> None:
     if copying.native is None:
         pytest.skip("rlplane was installed without a C compiler")
     with pytest.raises(ValueError, match="as many copies"):
-        copying.native(np.array(numbers, np.int64))
+        copying.native(np.array(numbers, np.int64), True)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_a_left_over_that_somebody_removes_meanwhile_is_no_problem(
     monkeypatch.setattr(doctor, "left_overs", lambda: [shm / f"{MINE}1-gone"])
     assert check("left-overs of dead planes").status == "warning"
     assert doctor.clean() == []
+
+
+def test_a_controller_that_is_just_dying_is_waited_for(
+    controller: tuple[subprocess.Popen[str], Path],
+) -> None:
+    process, path = controller
+    assert not remove_if_dead(path, 0.05) and path.exists()
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    assert remove_if_dead(path, 20.0) and not path.exists()
+    started = time.monotonic()
+    assert not remove_if_dead(path, 20.0)
+    assert time.monotonic() - started < 10, "there is nothing to wait for"
 
 
 def test_a_machine_that_has_everything_is_well(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

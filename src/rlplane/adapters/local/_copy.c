@@ -2,11 +2,12 @@
 
    It is optional. Where there was no compiler at installation, copying.py does the same with memmove. */
 
-#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -45,14 +46,28 @@ static void finish(void) {}
 
 #endif
 
-/* A job is an array of 64-bit numbers: how many copies were begun, how many there are, whether to stream, and for
-   each copy where to, where from, how many bytes. Every thread that works on it takes the next copy. */
-enum { BEGUN, COUNT, STREAM, FIRST };
+/* A job is an array of 64-bit numbers: how many copies were begun, how many there are, whether to stream, how many
+   threads are at it, and for each copy where to, where from, how many bytes. Every thread takes the next copy. */
+enum { BEGUN, COUNT, STREAM, WORKING, FIRST };
 
-static PyObject *work(PyObject *module, PyObject *job)
+/* Until no other thread is in the middle of a copy; mostly that is at once, or as long as one copy takes. */
+static void wait_for_others(int64_t *numbers)
 {
+    const struct timespec moment = {0, 50000};
+    for (int turns = 0; __atomic_load_n(&numbers[WORKING], __ATOMIC_SEQ_CST) > 0; turns++) {
+        if (turns < 1000)
+            sched_yield();
+        else
+            nanosleep(&moment, NULL);
+    }
+}
+
+static PyObject *work(PyObject *module, PyObject *args)
+{
+    PyObject *job;
+    int waits;
     Py_buffer view;
-    if (PyObject_GetBuffer(job, &view, PyBUF_WRITABLE) < 0)
+    if (!PyArg_ParseTuple(args, "Op", &job, &waits) || PyObject_GetBuffer(job, &view, PyBUF_WRITABLE) < 0)
         return NULL;
     int64_t *numbers = view.buf;
     int64_t room = view.len / 8 - FIRST;
@@ -63,8 +78,10 @@ static PyObject *work(PyObject *module, PyObject *job)
     }
     int64_t count = numbers[COUNT], place;
     int streaming = numbers[STREAM] != 0;
+    /* Nothing can interrupt this: when it returns, the memory is nobody's business any more. */
     Py_BEGIN_ALLOW_THREADS
-    while ((place = __atomic_fetch_add(&numbers[BEGUN], 1, __ATOMIC_RELAXED)) < count) {
+    __atomic_fetch_add(&numbers[WORKING], 1, __ATOMIC_SEQ_CST);
+    while ((place = __atomic_fetch_add(&numbers[BEGUN], 1, __ATOMIC_SEQ_CST)) < count) {
         const int64_t *copy = numbers + FIRST + 3 * place;
         if (streaming)
             stream((char *)copy[0], (const char *)copy[1], (size_t)copy[2]);
@@ -73,13 +90,16 @@ static PyObject *work(PyObject *module, PyObject *job)
     }
     if (streaming)
         finish();
+    __atomic_fetch_sub(&numbers[WORKING], 1, __ATOMIC_SEQ_CST);
+    if (waits)
+        wait_for_others(numbers);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"work", work, METH_O, "Make the copies of a job that nobody has begun."},
+    {"work", work, METH_VARARGS, "Make the copies of a job that nobody has begun; wait for those who have."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane.adapters.local.copying import Copies, Copy, copy_table
 from rlplane.adapters.local.wire import Layout
-from rlplane.errors import InvalidRequestError
+from rlplane.errors import DataPlaneError, InvalidRequestError
 from rlplane.objects import decode_object, encode_objects
 
 __all__ = ["Assembler", "Bytes", "Layout", "Source", "prepare", "stack_objects"]
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_HOST = torch.device("cpu")  # said everywhere, because a user may have set another default
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 _NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype not in _QUANTIZED}
 Bytes = NDArray[np.uint8]
@@ -55,7 +56,13 @@ class Source(NamedTuple):
         if not size:
             pass
         elif values.is_contiguous() and not values.is_conj() and not values.is_neg():
-            copies.append((block, values.data_ptr(), size))
+            address = values.data_ptr()
+            if not address:
+                kind = type(values).__name__
+                raise InvalidRequestError(
+                    f"field {self.name!r} is a {kind} without memory of its own; give a plain tensor"
+                )
+            copies.append((block, address, size))
         else:
             _values_in(memory[start : start + size], layout).copy_(values.detach())
         if offsets is not None:
@@ -139,7 +146,7 @@ class Assembler:
     def column(self, name: str, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> Any:
         """The rows of one field, each given by its block and its position in it."""
         if not len(blocks):
-            return torch.empty(0)
+            return torch.empty(0, device=_HOST)
         first_block = int(blocks[0])
         one = first_block == blocks[-1] and (len(blocks) == 1 or bool((blocks == first_block).all()))
         numbers = [first_block] if one else np.unique(blocks).tolist()
@@ -165,6 +172,8 @@ class Assembler:
             return self._own(block, start * size, stop * size, dtype, (stop - start, *layout.shape))
         ends = _offsets(self._read(block), layout)[start : stop + 1]
         begin, end = int(ends[0]), int(ends[-1])
+        if not 0 <= begin <= end or end * size > layout.values_nbytes:
+            _raise_torn(name)
         mine = self._own(block, begin * size, end * size, dtype, (end - begin, *layout.shape))
         return self._nested(mine, ends - begin)
 
@@ -216,6 +225,10 @@ class Assembler:
             homes = np.cumsum([0, *map(len, found[:-1])], dtype=np.int64)
             at = homes[np.searchsorted(numbers, blocks)] + positions
         begins, stops = known[at], known[at + 1]
+        room = np.array([layout.values_nbytes for layout in kinds], np.int64)
+        most = room if len(numbers) == 1 else room[np.searchsorted(numbers, blocks)]
+        if ((begins < 0) | (stops < begins) | (stops * size > most)).any():
+            _raise_torn(name)
         ends = np.zeros(len(blocks) + 1, np.int64)
         np.cumsum(stops - begins, out=ends[1:])
         total = int(ends[-1])
@@ -301,9 +314,13 @@ def _checked_offsets(name: str, given: Tensor, count: int) -> _Offsets:
         offsets = offsets.to(torch.int64).contiguous()
     _check_rows(name, offsets.shape[0] - 1, count)
     if not count:
-        return _Offsets(given, torch.zeros(1, dtype=torch.int64), 0, 0)
+        return _Offsets(given, torch.zeros(1, dtype=torch.int64, device=_HOST), 0, 0)
     ends = offsets.numpy()
     start, stop = int(ends[0]), int(ends[-1])
+    if start < 0 or (ends[1:] < ends[:-1]).any():
+        raise InvalidRequestError(
+            f"field {name!r} has offsets that start below 0 or decrease; they are where its rows begin"
+        )
     return _Offsets(given, offsets - start if start else offsets, start, stop)
 
 
@@ -320,6 +337,10 @@ def _nested_source(name: str, value: Any, count: int, known: dict[int, _Offsets]
             values = values.cpu()
         shape = values.shape
         if start or stop != shape[0]:
+            if stop > shape[0]:
+                raise InvalidRequestError(
+                    f"field {name!r} has {shape[0]} values, and its offsets go to {stop}"
+                )
             values = values[start:stop]
     else:
         value = value.detach().cpu()
@@ -331,8 +352,8 @@ def _nested_source(name: str, value: Any, count: int, known: dict[int, _Offsets]
                 f"field {name!r} has rows of shapes {sorted(shapes)[:3]} after their first dimension; rows "
                 "may differ in the first dimension only (numpy arrays as objects may have any shape)"
             )
-        values = torch.cat(rows) if rows else torch.empty(0, dtype=value.dtype)
-        lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64)
+        values = torch.cat(rows) if rows else torch.empty(0, dtype=value.dtype, device=_HOST)
+        lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64, device=_HOST)
         offsets = lengths.cumsum(0)
         shape = values.shape
     element = tuple(shape[1:]) if len(shape) > 1 else ()
@@ -376,7 +397,7 @@ def _enum_source(name: str, rows: list[Any], vocabulary: list[str]) -> Source:
             f"field {name!r} is an enum of {vocabulary}; {bad!r} is not one of them"
         ) from None
     dtype = torch.uint8 if len(vocabulary) <= 256 else torch.int32
-    values = torch.tensor(numbers, dtype=dtype)
+    values = torch.tensor(numbers, dtype=dtype, device=_HOST)
     layout = Layout("enum", str(dtype), (), len(rows), values.numel() * values.itemsize, vocabulary)
     return Source(name, layout, layout.nbytes, values)
 
@@ -416,6 +437,11 @@ def _element_shape(name: str, layout: Layout) -> tuple[int, ...]:
             f"field {name!r} holds scalars and sequences in the rows asked for; read them apart"
         )
     return layout.shape[1:]
+
+
+def _raise_torn(name: str) -> NoReturn:
+    # A put checks them, so somebody has written over them since. Reading on would read other memory.
+    raise DataPlaneError(f"the offsets of field {name!r} are damaged: they lie outside of its values")
 
 
 def _runs(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> NDArray[np.int64]:

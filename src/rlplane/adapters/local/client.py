@@ -137,40 +137,36 @@ class ShmDataPlaneClient(DataPlaneClient):
         sizes = [source.nbytes for source in write.sources]
         used = sum(sizes)
         extent: Extent | None = None
-        started = time.perf_counter()
-        copied = started
-        if layouts:
-            extent = link.take_spare(used) or self._reserve(link, used, deadline)
-            try:
-                link.segments.back(extent)
-                copied = time.perf_counter()
-                _fill(link.segments.whole(extent.segment), extent.offset, write.sources)
-            except BaseException:
-                link.connection.request(wire.Unreserve(extent.number))
-                raise
-        left = max(deadline - time.monotonic(), 0.0)
-        committing = time.perf_counter()
-        commit = wire.Commit(
-            write.partition_id,
-            version,
-            write.ids,
-            write.fields or [],
-            layouts,
-            None if extent is None else extent.number,
-            max(used, 1),
-            left,
-            write.tags,
-            # A little more than this put, because the next ragged batch is never of the same size.
-            min(used + used // 8, self._slab) if used <= self._slab else 0,
-        )
+        copied = committing = started = time.perf_counter()
         try:
+            if layouts:
+                extent = link.take_spare(used) or self._reserve(link, used, deadline)
+                with link.copying:
+                    link.segments.back(extent)
+                    copied = time.perf_counter()
+                    _fill(link.segments.whole(extent.segment), extent.offset, write.sources)
+                committing = time.perf_counter()
+            left = max(deadline - time.monotonic(), 0.0)
+            commit = wire.Commit(
+                write.partition_id,
+                version,
+                write.ids,
+                write.fields or [],
+                layouts,
+                None if extent is None else extent.number,
+                max(used, 1),
+                left,
+                write.tags,
+                # A little more than this put, because the next ragged batch is never of the same size.
+                min(used + used // 8, self._slab) if used <= self._slab else 0,
+            )
             answer = link.connection.exchange(commit, waits_s=left)
         except PlaneConnectionError:
             raise  # there is nobody to give the extent back to
         except BaseException:
             if extent is not None:
                 # Nothing happens if the commit has come through after all.
-                with contextlib.suppress(PlaneConnectionError):
+                with contextlib.suppress(PlaneConnectionError, ClientClosedError):
                     link.connection.request(wire.Unreserve(extent.number))
             raise
         if isinstance(answer, wire.Failure):
@@ -233,18 +229,19 @@ class ShmDataPlaneClient(DataPlaneClient):
         connection, number = link.connection, located.lease
         lease = Lease(lambda: connection.release(number))
         try:
-            reader = _Reader(link, located, lease)
-            # The reader does not know the assembler: in a cycle, what was read would outlive its reader until
-            # the garbage collector came by.
-            layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
-            assembler = Assembler(
-                layouts, reader.read, reader.own, reader.empty, allow_pickle=self._allow_pickle
-            )
-            columns = {
-                name: _column(assembler, name, place)
-                for name, place in zip(names, located.places, strict=True)
-            }
-            assembler.finish()
+            with link.copying:
+                reader = _Reader(link, located, lease)
+                # The reader does not know the assembler: in a cycle, what was read would outlive its reader
+                # until the garbage collector came by.
+                layouts = {number: layout for number, (_, _, layout) in located.blocks.items()}
+                assembler = Assembler(
+                    layouts, reader.read, reader.own, reader.empty, allow_pickle=self._allow_pickle
+                )
+                columns = {
+                    name: _column(assembler, name, place)
+                    for name, place in zip(names, located.places, strict=True)
+                }
+                assembler.finish()
         finally:
             lease.done()
         result = as_batch(columns, len(ids))
@@ -285,12 +282,13 @@ class ShmDataPlaneClient(DataPlaneClient):
         frozen: wire.Frozen = link.connection.request(wire.Freeze())
         lease = Lease(lambda: link.connection.release(frozen.lease))
         try:
-            extents = [link.segments.view(extent) for extent in frozen.extents]
-            blocks = {
-                number: (layout, extents[index][start : start + layout.nbytes])
-                for number, (index, start, layout) in frozen.blocks.items()
-            }
-            write_checkpoint(path, frozen.state, blocks)
+            with link.copying:
+                extents = [link.segments.view(extent) for extent in frozen.extents]
+                blocks = {
+                    number: (layout, extents[index][start : start + layout.nbytes])
+                    for number, (index, start, layout) in frozen.blocks.items()
+                }
+                write_checkpoint(path, frozen.state, blocks)
         finally:
             lease.done()
 
@@ -304,13 +302,14 @@ class ShmDataPlaneClient(DataPlaneClient):
             for group in _grouped(checkpoint.layouts, self._slab):
                 extent = self._reserve(link, sum(layout.nbytes for _, layout in group), deadline)
                 reserved.append(extent.number)
-                link.segments.back(extent)
-                memory = link.segments.view(extent)
                 start = 0
-                for number, layout in group:
-                    checkpoint.read_into(number, memory[start : start + layout.nbytes])
-                    blocks[number] = (extent.number, start, layout)
-                    start += layout.nbytes
+                with link.copying:
+                    link.segments.back(extent)
+                    memory = link.segments.view(extent)
+                    for number, layout in group:
+                        checkpoint.read_into(number, memory[start : start + layout.nbytes])
+                        blocks[number] = (extent.number, start, layout)
+                        start += layout.nbytes
             link.connection.request(wire.Restore(checkpoint.state, reserved, blocks, release_claims))
         except BaseException:
             for number in reserved:
@@ -326,6 +325,8 @@ class ShmDataPlaneClient(DataPlaneClient):
             self._closed = True
             link, self._plane = self._plane, None
         if link is not None and self._pid == os.getpid():
+            # The memory goes to others as soon as the controller hears of the end.
+            link.copying.end(self._ack_timeout_s)
             detach_all()
             if self._process is not None:
                 with contextlib.suppress(PlaneConnectionError):
@@ -429,6 +430,7 @@ class _Link:
         self.segments = Segments(connection.directory)
         self.specs: dict[str, tuple[int, PartitionSpec]] = {}
         self.spare: Extent | None = None
+        self.copying = _Copying()
         self._lock = threading.Lock()
         self._slot = connection.owner % SPARE_SLOTS
         directory = connection.directory
@@ -466,6 +468,34 @@ class _Link:
         os.close(self._spare_lock)
 
 
+class _Copying:
+    """Around every use of shared memory: ``close`` in another thread waits for it, and none begins after."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: list[int] = []
+        self._ended = False
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._ended:
+                raise ClientClosedError("the client was closed during the call")
+            self._inside.append(threading.get_ident())
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._inside.remove(threading.get_ident())
+            self._changed.notify_all()
+
+    def end(self, patience_s: float) -> None:
+        """Let none begin, and wait for those of other threads. A signal handler may have come in between one
+        of this thread. Bounded, because Ctrl-C may have kept one from saying that it is done."""
+        mine = threading.get_ident()
+        with self._changed:
+            self._ended = True
+            self._changed.wait_for(lambda: all(thread == mine for thread in self._inside), patience_s)
+
+
 class _Reader:
     """Where the columns of one read get their bytes from."""
 
@@ -488,9 +518,10 @@ class _Reader:
         index, start, _ = self._located.blocks[number]
         extent = self._located.extents[index]
         if end - begin < _WORTH_MAPPING:
-            copy = torch.empty(shape, dtype=dtype)
-            shared = self._segments.whole(extent.segment).data_ptr() + extent.offset + start
-            copy_all([(copy.data_ptr(), shared + begin, end - begin)])
+            copy = torch.empty(shape, dtype=dtype, device="cpu")
+            segment = self._segments.whole(extent.segment)  # held, or it could be unmapped meanwhile
+            begin += segment.data_ptr() + extent.offset + start
+            copy_all([(copy.data_ptr(), begin, copy.nbytes)])
             return copy
         private = self._private.get(index)
         if private is None:

@@ -28,6 +28,7 @@ __all__ = ["Connection"]
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_WAIT_S = 3600.0  # at once: a socket takes no timeout of years
 _PIECE = 256 * 1024
+_DYING_S = 1.0
 
 
 class Connection:
@@ -63,19 +64,19 @@ class Connection:
         number = next(self._numbers)
         released, abandoned = _take_all(self._unsent), _take_all(self._abandoned)
         envelope = wire.Envelope(self.owner, request, released, abandoned)
-        with channel.lock:
-            if self.closed:
-                raise ClientClosedError("the client was closed")
-            try:
+        try:
+            with channel.lock:
+                if self.closed:
+                    raise ClientClosedError("the client was closed")
                 self._send(channel, message(number, _encoded(envelope)))
                 return self._receive(channel, number, waits_s)
-            except BaseException:
-                # Ctrl-C, or a controller that does not answer: what comes later must not be lost unseen.
-                channel.close()
-                self._unsent.extend(released)
-                self._abandoned.extend(abandoned)
-                self._abandon(number)
-                raise
+        except BaseException:
+            # Ctrl-C, or a controller that does not answer: what comes later must not be lost unseen.
+            channel.close()
+            self._unsent.extend(released)
+            self._abandoned.extend(abandoned)
+            self._abandon(number)
+            raise
 
     def _abandon(self, number: int) -> None:
         try:
@@ -188,7 +189,7 @@ class Connection:
     def _raise_gone(self) -> NoReturn:
         if self.closed:
             raise ClientClosedError("the client was closed while the call was waiting")
-        remove_if_dead(self.directory.path)
+        remove_if_dead(self.directory.path, _DYING_S)
         raise PlaneConnectionError(f"the controller at {self.directory.address} has ended or died")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from ctypes import memmove
 from queue import SimpleQueue
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-native: Callable[[NDArray[np.int64]], None] | None
+native: Callable[[NDArray[np.int64], bool], None] | None
 try:
     from rlplane.adapters.local._copy import work as native
 except ImportError:
@@ -37,6 +38,7 @@ _WORTH_A_THREAD = 256 * 1024
 # Less than this may still be in the caches when it is read.
 _WORTH_STREAMING = 8 * 2**20
 _MOST_HELPERS = 7
+_MOMENT_S = 0.0002
 
 Copy: TypeAlias = tuple[int, int, int]
 """Where to, where from, how many bytes. Addresses, because a view of a small column costs more than its copy;
@@ -52,51 +54,71 @@ def is_native() -> bool:
 
 
 class _Job:
-    """The pieces of one copy. Every thread that works on it takes the next piece."""
+    """The pieces of one copy. Every thread that works on it takes the next piece.
+
+    Helpers are counted while they work, and the caller is not: Ctrl-C can hit it anywhere, and a count that
+    is wrong would have it wait for ever, or give memory away that is still being written.
+    """
 
     def __init__(self, pieces: Copies, *, streaming: bool) -> None:
         self._count = len(pieces)
         if native is not None:
-            # As _copy.c wants it: pieces begun, pieces there are, whether to stream, and the pieces.
-            self._numbers = np.empty(3 + pieces.size, np.int64)
-            self._numbers[:3] = 0, self._count, streaming
-            self._numbers[3:] = pieces.ravel()
+            # As _copy.c wants it: pieces begun, pieces there are, whether to stream, threads, and the pieces.
+            self._numbers = np.empty(4 + pieces.size, np.int64)
+            self._numbers[:4] = 0, self._count, streaming, 0
+            self._numbers[4:] = pieces.ravel()
         else:
             self._pieces = pieces.tolist()
             self._turn = itertools.count()  # ``next`` on it is atomic
-        self._working = 0
-        self._changed = threading.Condition()
-        self._cancelled = False
+            self._lock = threading.Lock()
+            self._working = 0
 
-    def work(self) -> None:
-        with self._changed:
+    def help(self) -> None:
+        """Copy what nobody has begun, in a helper's thread."""
+        if native is not None:
+            native(self._numbers, False)
+            return
+        with self._lock:
             self._working += 1
         try:
-            self.copy()
+            self._copy()
         finally:
-            with self._changed:
+            with self._lock:
                 self._working -= 1
-                self._changed.notify_all()
 
-    def copy(self) -> None:
+    def finish(self) -> None:
+        """Copy what nobody has begun, and wait for the others."""
         if native is not None:
-            native(self._numbers)
+            native(self._numbers, True)
             return
+        self._copy()
+        self._wait()
+
+    def cancel(self) -> None:
+        """Begin no more pieces, and wait for those that were begun."""
+        if native is not None:
+            self._numbers[0] = self._count
+            native(self._numbers, True)
+            return
+        for _ in range(self._count):
+            next(self._turn)
+        self._wait()
+
+    def _copy(self) -> None:
         for place in self._turn:
-            if place >= self._count or self._cancelled:
+            if place >= self._count:
                 break
             memmove(*self._pieces[place])
 
-    def cancel(self) -> None:
-        """Begin no more pieces."""
-        self._cancelled = True
-        if native is not None:
-            self._numbers[0] = self._count
-
-    def wait(self) -> None:
-        """Until nobody copies. Who comes later finds nothing to do."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._working)
+    def _wait(self) -> None:
+        interrupt = None
+        while self._working:
+            try:
+                time.sleep(_MOMENT_S)
+            except BaseException as error:
+                interrupt = error  # the memory is still being written
+        if interrupt is not None:
+            raise interrupt
 
 
 class _Helpers:
@@ -119,17 +141,22 @@ class _Helpers:
             if self._pid == os.getpid():
                 return
             self._queue = SimpleQueue()
-            self._count = min(torch.get_num_threads() - 1, _MOST_HELPERS)
-            for _ in range(self._count):
-                threading.Thread(
+            self._count = 0
+            for _ in range(min(torch.get_num_threads() - 1, _MOST_HELPERS)):
+                thread = threading.Thread(
                     target=self._run, args=(self._queue,), name="rlplane-copy", daemon=True
-                ).start()
+                )
+                try:
+                    thread.start()
+                except RuntimeError:
+                    break  # no more threads to be had: the caller copies alone
+                self._count += 1
             self._pid = os.getpid()
 
     @staticmethod
     def _run(jobs: SimpleQueue[Any]) -> None:
         while True:
-            jobs.get().work()
+            jobs.get().help()
 
 
 _helpers = _Helpers()
@@ -153,18 +180,14 @@ def copy_table(copies: Copies) -> None:
     if helped and sizes.max() > _PIECE:
         copies = _cut(copies)
     job = _Job(copies, streaming=total >= _WORTH_STREAMING)
-    if not helped:
-        job.copy()
-        return
     try:
-        _helpers.offer(job)
-        job.work()
+        if helped:
+            _helpers.offer(job)
+        job.finish()
     except BaseException:
+        # Ctrl-C, and the memory is about to be given back.
         job.cancel()
         raise
-    finally:
-        # Also after Ctrl-C: the memory is about to be given back.
-        job.wait()
 
 
 def _cut(copies: Copies) -> Copies:

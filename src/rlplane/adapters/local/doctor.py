@@ -92,7 +92,7 @@ def _mappings() -> Check:
 def _copies() -> Check:
     if is_native():
         return Check("copies", "ok", "the compiled loop")
-    hint = "install gcc and the headers of Python, then rlplane again"
+    hint = "install gcc and the headers of Python, then pip install --no-cache-dir --force-reinstall rlplane"
     return Check("copies", "warning", f"no compiled loop, so large ones take half as long again; {hint}")
 
 

@@ -214,7 +214,7 @@ class ScratchPool:
     def empty(self, nbytes: int) -> Tensor:
         """Uninitialised bytes that belong to the caller."""
         if nbytes < self._smallest:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         size = -(-nbytes // _PAGE) * _PAGE
         address, size = self._reuse(size) or (_map(size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0), size)
         array = _array(address, size)

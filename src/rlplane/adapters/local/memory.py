@@ -166,7 +166,8 @@ class MemoryDataPlaneClient(DataPlaneClient):
         waiter = _Waiter()
         try:
             filled = [
-                (source.layout, torch.empty(source.nbytes, dtype=torch.uint8)) for source in write.sources
+                (source.layout, torch.empty(source.nbytes, dtype=torch.uint8, device="cpu"))
+                for source in write.sources
             ]
             copies = [
                 copy
@@ -320,7 +321,7 @@ class MemoryDataPlaneClient(DataPlaneClient):
             )
         loaded = {}
         for number, layout in checkpoint.layouts.items():
-            block = torch.empty(layout.nbytes, dtype=torch.uint8)
+            block = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             checkpoint.read_into(number, block)
             loaded[number] = (layout, block)
         with plane.lock:

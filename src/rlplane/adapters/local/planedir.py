@@ -106,10 +106,17 @@ def left_overs() -> list[Path]:
     return sorted(dead)
 
 
-def remove_if_dead(path: Path) -> bool:
-    """Remove a plane's directory if its controller is dead; say whether it was."""
-    if not _is_dead(path):
-        return False
+def remove_if_dead(path: Path, patience_s: float = 0.0) -> bool:
+    """Remove a plane's directory if its controller is dead; say whether it was.
+
+    The kernel ends a process step by step: its sockets can be closed some time before its lock is. Who has
+    seen the one gives it ``patience_s`` for the other.
+    """
+    deadline = time.monotonic() + patience_s
+    while not _is_dead(path):
+        if time.monotonic() >= deadline or not path.exists():
+            return False
+        time.sleep(0.005)
     shutil.rmtree(path, ignore_errors=True)
     return True
 
