@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
@@ -104,6 +104,7 @@ def test_reduce_gives_the_documented_figures() -> None:
     assert figures["Avg number of descriptors"] == 6.5
 
 
+@example([record(descriptors=44)] * 11 + [record(descriptors=45)] * 9)
 @given(st.lists(records, min_size=1, max_size=40))
 def test_reduce_agrees_with_the_documented_formulas(rows: list[TransferRecord]) -> None:
     figures = filled(rows).reduce()
@@ -119,7 +120,7 @@ def test_reduce_agrees_with_the_documented_formulas(rows: list[TransferRecord]) 
         round(np.percentile(post, 90).item() * 1e3, 3),
         round(mb.sum() / len(rows), 3),
         round(mb.sum() / transfer.sum(), 3),
-        round(descriptors.mean(), 1),
+        round(float(descriptors.mean()), 1),  # numpy's own rounds 44.45 to 44.4
     ]
     assert [figures[key] for key in EIGHT] == pytest.approx(expected, rel=1e-9, abs=2e-3)
 
