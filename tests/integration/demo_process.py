@@ -48,7 +48,7 @@ class DemoProcess:
     def ctrl_c(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def finish(self, timeout_s: float = 600.0) -> tuple[int, dict[str, Any]]:
+    def finish(self, timeout_s: float = 850.0) -> tuple[int, dict[str, Any]]:
         """Its exit code, and what it said in JSON."""
         try:
             stdout, _ = self.process.communicate(timeout=timeout_s)
