@@ -545,6 +545,23 @@ def test_a_put_that_was_about_to_copy_when_its_client_was_closed_copies_nothing(
     assert plane.arena_status()["reserved"] == 0 and plane.list_sample_ids("flow") == []
 
 
+def test_memory_that_somebody_removed_before_it_was_filled_goes_back(plane, monkeypatch):
+    other = workers.connect(plane.controller_address)
+    reserve = client_module.ShmDataPlaneClient._reserve
+
+    def reserve_and_lose_it(self, link, *args):
+        extent = reserve(self, link, *args)
+        os.unlink(link.connection.directory.segment(extent.segment))
+        return extent
+
+    monkeypatch.setattr(client_module.ShmDataPlaneClient, "_reserve", reserve_and_lose_it)
+    with pytest.raises(ConnectionError, match="somebody removed it"):
+        other.put_samples(["new"], "flow", batch(["new"]))
+    status = plane.arena_status()
+    assert status["clients"] == 2 and status["reserved"] == status["used"] == 0
+    other.close()
+
+
 def test_a_signal_handler_may_close_a_client_in_the_middle_of_a_copy(plane, monkeypatch):
     other = workers.connect(plane.controller_address)
     copy_all = client_module.copy_all

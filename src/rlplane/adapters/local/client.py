@@ -134,9 +134,9 @@ class ShmDataPlaneClient(DataPlaneClient):
 
     def _write(self, link: _Link, write: Write, version: int, deadline: float) -> bool:
         layouts = [source.layout for source in write.sources]
-        sizes = [source.nbytes for source in write.sources]
-        used = sum(sizes)
+        used = sum([source.nbytes for source in write.sources])
         extent: Extent | None = None
+        asked = False
         copied = committing = started = time.perf_counter()
         try:
             if layouts:
@@ -160,13 +160,14 @@ class ShmDataPlaneClient(DataPlaneClient):
                 # A little more than this put, because the next ragged batch is never of the same size.
                 min(used + used // 8, self._slab) if used <= self._slab else 0,
             )
+            asked = True
             answer = link.connection.exchange(commit, waits_s=left)
-        except PlaneConnectionError:
-            raise  # there is nobody to give the extent back to
-        except BaseException:
-            if extent is not None:
+        except BaseException as error:
+            # A controller that has not answered the commit is not asked again.
+            gone = asked and isinstance(error, PlaneConnectionError)
+            if extent is not None and not gone:
                 # Nothing happens if the commit has come through after all.
-                with contextlib.suppress(PlaneConnectionError, ClientClosedError):
+                with contextlib.suppress(PlaneConnectionError):
                     link.connection.request(wire.Unreserve(extent.number))
             raise
         if isinstance(answer, wire.Failure):
@@ -520,8 +521,8 @@ class _Reader:
         if end - begin < _WORTH_MAPPING:
             copy = torch.empty(shape, dtype=dtype, device="cpu")
             segment = self._segments.whole(extent.segment)  # held, or it could be unmapped meanwhile
-            begin += segment.data_ptr() + extent.offset + start
-            copy_all([(copy.data_ptr(), begin, copy.nbytes)])
+            block = segment.data_ptr() + extent.offset + start
+            copy_all([(copy.data_ptr(), block + begin, end - begin)])
             return copy
         private = self._private.get(index)
         if private is None:
