@@ -11,9 +11,12 @@ command -v "$PYTHON" >/dev/null || PYTHON=python3
   exit 3
 }
 
-# The loop that copies is C; Mooncake links against the next three; the page's tests drive a real browser; the bench and the alert rules are
-# checked against the real redis-server and promtool; two hosts are made with ip; top is tried in tmux.
-SYSTEM_PACKAGES=(gcc libc6-dev libibverbs1 librdmacm1 libnuma1 chromium chromium-driver redis-server prometheus iproute2 tmux)
+# The loop that copies is C; Mooncake links against the next three; the page's tests drive a real browser; the bench
+# and the alert rules are checked against the real redis-server and promtool; two hosts are made with ip; top is tried
+# in tmux.
+SYSTEM_PACKAGES=(
+  gcc libc6-dev libibverbs1 librdmacm1 libnuma1 chromium chromium-driver redis-server prometheus iproute2 tmux
+)
 missing=()
 for package in "${SYSTEM_PACKAGES[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")

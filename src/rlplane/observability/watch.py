@@ -207,7 +207,7 @@ class Watcher:
                 try:
                     self._do(what, every[what] + late)
                 except NotImplementedError:
-                    self._has_status = False
+                    self._has_status = False  # an adapter may lack it: do not ask again
                 except Exception as error:
                     # An engine that is gone or closed: it has its own way to say so.
                     logger.debug("the watcher could not look at %s: %r", what, error)

@@ -218,16 +218,16 @@ class Assembler:
         raw = [self._read(number) for number in numbers]
         # The offsets of all blocks, one after the other, so that one step finds those of every row.
         found = [_offsets(block, self._layouts[number]) for number, block in zip(numbers, raw, strict=True)]
+        room = np.array([layout.values_nbytes for layout in kinds], np.int64)
         if len(found) == 1:
             known, at = found[0], positions.astype(np.int64)
         else:
             known = np.concatenate(found, dtype=np.int64)
             homes = np.cumsum([0, *map(len, found[:-1])], dtype=np.int64)
-            at = homes[np.searchsorted(numbers, blocks)] + positions
+            which = np.searchsorted(numbers, blocks)
+            at, room = homes[which] + positions, room[which]
         begins, stops = known[at], known[at + 1]
-        room = np.array([layout.values_nbytes for layout in kinds], np.int64)
-        most = room if len(numbers) == 1 else room[np.searchsorted(numbers, blocks)]
-        if ((begins < 0) | (stops < begins) | (stops * size > most)).any():
+        if ((begins < 0) | (stops < begins) | (stops * size > room)).any():
             _raise_torn(name)
         ends = np.zeros(len(blocks) + 1, np.int64)
         np.cumsum(stops - begins, out=ends[1:])
@@ -356,8 +356,7 @@ def _nested_source(name: str, value: Any, count: int, known: dict[int, _Offsets]
         lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64, device=_HOST)
         offsets = lengths.cumsum(0)
         shape = values.shape
-    element = tuple(shape[1:]) if len(shape) > 1 else ()
-    layout = Layout("jagged", _dtype_name(name, values), element, count, values.nbytes)
+    layout = Layout("jagged", _dtype_name(name, values), tuple(shape[1:]), count, values.nbytes)
     return Source(name, layout, layout.nbytes, values, offsets)
 
 

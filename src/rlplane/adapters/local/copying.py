@@ -56,8 +56,8 @@ def is_native() -> bool:
 class _Job:
     """The pieces of one copy. Every thread that works on it takes the next piece.
 
-    Helpers are counted while they work, and the caller is not: Ctrl-C can hit it anywhere, and a count that
-    is wrong would have it wait for ever, or give memory away that is still being written.
+    Who works is counted where Ctrl-C cannot come in between: in C, or in the threads of the helpers. A wrong
+    count would have the caller wait for ever, or give memory away that is still being written.
     """
 
     def __init__(self, pieces: Copies, *, streaming: bool) -> None:
