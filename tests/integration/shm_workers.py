@@ -150,9 +150,12 @@ def wait_in_a_claim(address, ready):
 
 
 def consume(address, stop, log):
-    """Claim, check, write down what was read, and clear, until told to stop."""
+    """Claim, check, write down what was read, and clear, until the file ``stop`` exists.
+
+    Not an Event: whoever is killed while it looks at one takes the Event's lock along, and all others wait.
+    """
     plane = connect(address)
-    while not stop.is_set():
+    while not stop.exists():
         meta = plane.claim_meta("flow", "train", FIELDS, 8, blocking=False)
         if not meta.size:
             time.sleep(0.001)

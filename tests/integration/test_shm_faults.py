@@ -133,8 +133,8 @@ def test_the_leases_of_a_dead_reader_are_returned(plane):
 
 
 def test_nothing_committed_is_lost_or_changed_while_workers_die_under_load(plane, tmp_path):
-    stop = workers.context.Event()
-    address, put_log, read_log = plane.controller_address, tmp_path / "put", tmp_path / "read"
+    address, stop = plane.controller_address, tmp_path / "stop"
+    put_log, read_log = tmp_path / "put", tmp_path / "read"
     producers = [start(workers.produce, address, f"p{number}", 150, put_log) for number in range(3)]
     consumers = [start(workers.consume, address, stop, read_log) for _ in range(3)]
     chooser = random.Random(7)
@@ -149,8 +149,9 @@ def test_nothing_committed_is_lost_or_changed_while_workers_die_under_load(plane
     for process in producers:
         process.join(60)
         assert process.exitcode == 0
-    wait_until(lambda: not plane.list_sample_ids("flow"), 60)
-    stop.set()
+    wait_until(lambda: not plane.list_sample_ids("flow") or not all(c.is_alive() for c in consumers), 60)
+    assert [process.exitcode for process in consumers] == [None] * 3
+    stop.touch()
     for process in consumers:
         process.join(20)
         assert process.exitcode == 0
