@@ -149,6 +149,12 @@ def wait_in_a_claim(address, ready):
         ready.put(type(error).__mro__)
 
 
+def list_and_clear(address, ids):
+    plane = connect(address)
+    plane.list_sample_ids("flow")
+    plane.clear_samples(ids, "flow")
+
+
 def consume(address, stop, log):
     """Claim, check, write down what was read, and clear, until the file ``stop`` exists.
 

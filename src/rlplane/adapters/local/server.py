@@ -34,6 +34,7 @@ from rlplane.adapters.local.arena import Arena
 from rlplane.adapters.local.controller import Caller, Controller
 from rlplane.adapters.local.planedir import SPARE_SLOTS, PlaneDir, left_overs, remove_if_dead
 from rlplane.adapters.local.stream import LONGEST, Inbox, MessageTooLong, message
+from rlplane.adapters.local.turns import CROWD_PER_CORE, IDLE_S, SEATS_PER_CORE, Turns
 
 __all__ = ["Server", "main", "serve"]
 
@@ -93,6 +94,8 @@ class Server:
         self._bootstrap_deadline = time.monotonic() + _BOOTSTRAP_MUST_CONNECT_S if needs_bootstrap else None
         self._next_owner = 0
         self._locks: dict[int, int] = {}
+        cores = len(os.sched_getaffinity(0))
+        self._turns = Turns[tuple[Caller, wire.Envelope]](CROWD_PER_CORE * cores, SEATS_PER_CORE * cores)
         spares = os.open(self.dir.spares, os.O_RDWR | os.O_CLOEXEC)
         self._spares = memoryview(mmap.mmap(spares, 8 * SPARE_SLOTS)).cast("Q")
         os.close(spares)
@@ -104,7 +107,8 @@ class Server:
         try:
             while not self._stopping:
                 self._set_time()
-                wait = min(self.controller.next_deadline() - self.controller.now, 1.0)
+                longest = IDLE_S if self._turns else 1.0
+                wait = min(self.controller.next_deadline() - self.controller.now, longest)
                 events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
                 for fd, event in events:
@@ -115,6 +119,9 @@ class Server:
                             "the controller has a bug, and goes on without this client's channel"
                         )
                         self._forget(fd)
+                while in_line := self._turns.next(self.controller.now, idle=not events):
+                    for caller, envelope in in_line:
+                        self._handle_in_turn(caller, envelope)
                 self.controller.expire()
                 if not events:
                     self.controller.give_back_idle()
@@ -226,6 +233,8 @@ class Server:
                 if channel.number not in self._channels or not _has_more(channel.socket):
                     break
                 self._receive(channel)
+        for caller, envelope in self._turns.pull(owner):
+            self._handle(caller, envelope)
         self.controller.abandon(owner, number)
 
     def _request(self, channel: _Channel, number: int, body: memoryview) -> None:
@@ -242,6 +251,21 @@ class Server:
             self._send(caller, wire.Done())
             self._stopping = True
             return
+        if len(self._locks) <= self._turns.crowd or envelope.owner not in self._locks:
+            self._handle(caller, envelope)
+        # Claims go by who came first, and only that.
+        elif isinstance(envelope.request, wire.ClaimRequest) or self._turns.take(
+            envelope.owner, (caller, envelope), self.controller.now
+        ):
+            self._handle_in_turn(caller, envelope)
+
+    def _handle_in_turn(self, caller: Caller, envelope: wire.Envelope) -> None:
+        self._handle(caller, envelope)
+        channel = self._channels.get(caller.channel)
+        if channel is None or channel.asked is not None:
+            self._turns.rest(caller.owner)  # what it waits for is somebody else's request
+
+    def _handle(self, caller: Caller, envelope: wire.Envelope) -> None:
         try:
             self.controller.handle(caller, envelope)
         except Exception as error:
@@ -342,6 +366,9 @@ class Server:
         owner = self._clients[fd][1]
         self._drop(fd)
         self.controller.disconnect(owner, died=died)
+        self._turns.rest(owner)
+        for caller, envelope in self._turns.pull(owner):
+            self._handle(caller, envelope)  # which says that it is not connected any more
         with contextlib.suppress(OSError):
             os.close(self._locks.pop(owner))
             os.unlink(self.dir.client_lock(owner))
