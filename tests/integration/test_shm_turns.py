@@ -40,6 +40,7 @@ def server(monkeypatch):
     monkeypatch.setattr(turns_module, "QUIET_S", 3600.0)
     monkeypatch.setattr(turns_module, "IDLE_S", 3600.0)
     server._turns.crowd = server._turns.seats = 0
+    server._turns.pace_s = 3600.0
     yield server
     server._turns.crowd = 100
     producer.close()

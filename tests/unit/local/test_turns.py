@@ -73,6 +73,19 @@ def test_of_a_crowd_fewer_are_busy_at_a_time_until_it_is_none_any_more():
     assert [turns.next(now), turns.next(now), turns.next(now)] == [[2], [3], [4]]
 
 
+def test_clients_that_are_served_at_once_do_not_keep_the_others_in_line():
+    """Each of them pauses long enough to be served at once, and together they are always busy."""
+    turns = Turns(CROWD, SEATS)
+    now = busy_until_the_turn_is_over(turns, [1, 2, 3])
+    assert not turns.take(1, "one", now)
+    served = []
+    for step in range(1000):
+        now += IDLE_S / 2
+        assert turns.take(100 + step % (3 * round(QUIET_S / IDLE_S)), "now and then", now)
+        served += turns.next(now)
+    assert served == ["one"]
+
+
 def test_seats_of_those_who_went_quiet_are_given_to_others():
     turns = Turns(CROWD, SEATS)
     now = busy_until_the_turn_is_over(turns, [1, 2, 3])
@@ -114,6 +127,7 @@ class TurnsAreFair(RuleBasedStateMachine):
         self.turns, self.now, self.asked = Turns(3, 2), 0.0, 0
         self.line = defaultdict(list)  # by owner, in the order in which they began to wait
         self.last = {}
+        self.advanced = 0.0
 
     @rule(owner=OWNERS)
     def ask(self, owner):
@@ -124,6 +138,8 @@ class TurnsAreFair(RuleBasedStateMachine):
             assert owner not in self.line
         else:
             assert owner in self.line or not quiet
+            if not self.line:
+                self.advanced = self.now
             self.line[owner].append(self.asked)
         self.last[owner] = self.now
 
@@ -134,7 +150,9 @@ class TurnsAreFair(RuleBasedStateMachine):
     @rule(idle=st.booleans())
     def serve(self, idle):
         served = self.turns.next(self.now, idle=idle)
+        assert served or not self.line or self.now - self.advanced < TURN_S
         if served:
+            self.advanced = self.now
             first = next(iter(self.line))
             assert served == self.line.pop(first)
             self.last[first] = self.now
@@ -152,9 +170,9 @@ class TurnsAreFair(RuleBasedStateMachine):
         assert len(self.turns) == len(self.line)
 
     def teardown(self):
-        # If everybody goes quiet, all that waits is served.
+        # All that waits is served in the end.
         for _ in range(len(self.line)):
-            self.now += QUIET_S
+            self.now += TURN_S
             self.serve(idle=False)
         assert not self.line and not self.turns
 

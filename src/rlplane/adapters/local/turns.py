@@ -37,9 +37,11 @@ class Turns(Generic[Request]):
 
     def __init__(self, crowd: int, seats: int) -> None:
         self.crowd, self.seats = crowd, seats
+        # The line never stands still for longer, however many are served at once: turns end as often anyway.
+        self.pace_s = TURN_S / seats
         self._busy: dict[int, _Turn] = {}
         self._line: OrderedDict[int, list[Request]] = OrderedDict()
-        self._looked = 0.0
+        self._looked = self._advanced = 0.0
 
     def __len__(self) -> int:
         """How many clients wait."""
@@ -63,6 +65,8 @@ class Turns(Generic[Request]):
             turn.began = now
             return True
         del self._busy[owner]
+        if not self._line:
+            self._advanced = now
         self._line[owner] = [request]
         return False
 
@@ -76,10 +80,12 @@ class Turns(Generic[Request]):
         if len(self._busy) >= self.seats and (idle or now - self._looked >= IDLE_S):
             self._looked = now
             self._forget_who_is_quiet(now, IDLE_S if idle else QUIET_S)
-        if len(self._busy) >= self.seats and self._is_crowded():
+        late = now - self._advanced >= self.pace_s
+        if len(self._busy) >= self.seats and self._is_crowded() and not late:
             return []
         owner, requests = self._line.popitem(last=False)
         self._busy[owner] = _Turn(now)
+        self._advanced = now
         return requests
 
     def rest(self, owner: int) -> None:
