@@ -32,6 +32,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype not in _QUANTI
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
 _WORTH_A_COPY = 512
+_FEW_ROWS = 64
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 
 
@@ -74,7 +75,7 @@ def prepare(
     fields: TensorDict, count: int, enums: dict[str, list[str]], *, allow_pickle: bool
 ) -> list[Source]:
     """Check the columns of a put and lay them out. Nothing is copied yet, except objects."""
-    if not is_tensor_collection(fields):
+    if type(fields) is not TensorDict and not is_tensor_collection(fields):
         raise InvalidRequestError(f"fields must be a TensorDict, not {type(fields).__name__}")
     if len(fields.batch_size) == 0 and not list(fields.keys()):
         return []
@@ -315,9 +316,14 @@ def _checked_offsets(name: str, given: Tensor, count: int) -> _Offsets:
     _check_rows(name, offsets.shape[0] - 1, count)
     if not count:
         return _Offsets(given, torch.zeros(1, dtype=torch.int64, device=_HOST), 0, 0)
-    ends = offsets.numpy()
-    start, stop = int(ends[0]), int(ends[-1])
-    if start < 0 or (ends[1:] < ends[:-1]).any():
+    if count <= _FEW_ROWS:
+        # The first use of numpy after a pause costs more than everything else here.
+        places = offsets.tolist()
+        start, stop, ascend = places[0], places[-1], places == sorted(places)
+    else:
+        ends = offsets.numpy()
+        start, stop, ascend = int(ends[0]), int(ends[-1]), not (ends[1:] < ends[:-1]).any()
+    if start < 0 or not ascend:
         raise InvalidRequestError(
             f"field {name!r} has offsets that start below 0 or decrease; they are where its rows begin"
         )

@@ -473,26 +473,28 @@ class _Copying:
     """Around every use of shared memory: ``close`` in another thread waits for it, and none begins after."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # a signal handler may close the client in here
+        self._changed = threading.Condition(self._lock)
         self._inside: list[int] = []
         self._ended = False
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             if self._ended:
                 raise ClientClosedError("the client was closed during the call")
             self._inside.append(threading.get_ident())
 
     def __exit__(self, *error: object) -> None:
-        with self._changed:
+        with self._lock:
             self._inside.remove(threading.get_ident())
-            self._changed.notify_all()
+            if self._ended:
+                self._changed.notify_all()
 
     def end(self, patience_s: float) -> None:
         """Let none begin, and wait for those of other threads. A signal handler may have come in between one
         of this thread. Bounded, because Ctrl-C may have kept one from saying that it is done."""
         mine = threading.get_ident()
-        with self._changed:
+        with self._lock:
             self._ended = True
             self._changed.wait_for(lambda: all(thread == mine for thread in self._inside), patience_s)
 
