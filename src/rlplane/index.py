@@ -15,7 +15,7 @@ ever asked for there is a queue of ready samples, fed by the writes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +32,9 @@ from rlplane.partition import NOBODY, Batch, Claim, Partition, Put
 from rlplane.rules import PartitionSpec, check_claim
 
 __all__ = ["NOBODY", "Batch", "Claim", "ControlState", "Put"]
+
+# So many blocks are counted faster without numpy.
+_FEW = 256
 
 
 class ControlState:
@@ -232,16 +235,13 @@ class ControlState:
         self._serve(partition)
 
     def _release_blocks(self, blocks: NDArray[np.int64]) -> None:
-        blocks = blocks[blocks >= 0]
-        if not len(blocks):
-            return
-        first = int(blocks[0])
-        if (blocks == first).all():
-            counts = [(first, len(blocks))]
+        if len(blocks) <= _FEW:
+            counts = dict(Counter(blocks.tolist()))
         else:
             unique, number = np.unique(blocks, return_counts=True)
-            counts = list(zip(unique.tolist(), number.tolist(), strict=True))
-        for block, rows in counts:
+            counts = dict(zip(unique.tolist(), number.tolist(), strict=True))
+        counts.pop(-1, None)  # rows that had none
+        for block, rows in counts.items():
             left = self._block_rows[block] - rows
             if left:
                 self._block_rows[block] = left

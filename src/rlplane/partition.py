@@ -233,14 +233,17 @@ class Partition:
             column.position[rows] = positions
         if put.owner != NOBODY:
             self._sign(rows, put.owner)
-        if put.blocks and put.owner != NOBODY:
+        if put.blocks and put.owner != NOBODY and new < count:
             for task in self.tasks.values():
                 # Whoever writes a field of what it claimed has done its work: the claim is finished.
                 mine = rows[task.owner[rows] == put.owner]
                 task.owner[mine] = NOBODY
         for task in self.tasks.values():
             for required, queue in task.queues.items():
-                if new or put.tags is not None or not put.blocks.keys().isdisjoint(required):
+                if new == count and put.blocks.keys() >= set(required):
+                    queue.touched()
+                    queue.offer(rows)  # new and whole: there is nothing to look up
+                elif new or put.tags is not None or not put.blocks.keys().isdisjoint(required):
                     self._offer(task, required, queue, rows)
         return replaced
 
@@ -299,27 +302,22 @@ class Partition:
                     if tag:
                         self.tags[row] = self.tags[row] | tag
             return rows, 0
-        fresh = self._allocate(new)
-        if new == len(ids):
-            places = np.arange(new)
-            rows = fresh
-        else:
-            places = np.array([place for place, row in enumerate(known) if row is None])
+        numbers = self._allocate(new)
+        rows = fresh = np.array(numbers, np.int64)
+        new_ids, new_tags = ids, tags
+        if new < len(ids):
+            places = [place for place, row in enumerate(known) if row is None]
+            new_ids = [ids[place] for place in places]
             rows = np.array([-1 if row is None else row for row in known], np.int64)
             rows[places] = fresh
             if tags is not None:
+                new_tags = [tags[place] for place in places]
                 for row, tag in zip(known, tags, strict=True):
                     if row is not None and tag:
                         self.tags[row] = self.tags[row] | tag
-        new_ids = ids if new == len(ids) else [ids[place] for place in places.tolist()]
-        self.rows.update(zip(new_ids, fresh.tolist(), strict=True))
+        self.rows.update(zip(new_ids, numbers, strict=True))
         self.ids[fresh] = new_ids
-        if tags is None:
-            self.tags[fresh] = _NO_TAGS
-        else:
-            self.tags[fresh] = _object_array(
-                tags if new == len(ids) else [tags[place] for place in places.tolist()]
-            )
+        self.tags[fresh] = _NO_TAGS if new_tags is None else _object_array(new_tags)
         if put.groups:
             self.groups[fresh] = put.groups
         self.serial[fresh] = np.arange(self._next_serial, self._next_serial + new)
@@ -328,10 +326,10 @@ class Partition:
         self.written += new
         return rows, new
 
-    def _allocate(self, count: int) -> Rows:
+    def _allocate(self, count: int) -> list[int]:
         if len(self._free) < count:
             self._grow(self.size - len(self._free) + count)
-        rows = np.array(self._free[: -count - 1 : -1], np.int64)
+        rows = self._free[: -count - 1 : -1]
         del self._free[-count:]
         return rows
 
@@ -503,7 +501,7 @@ class Partition:
                     f"it has {sorted(self.columns)}"
                 )
             blocks = column.block[rows]
-            if len(rows) and blocks.min() < 0:
+            if np.count_nonzero(blocks < 0):
                 missing = list(dict.fromkeys(self.ids[rows[blocks < 0]].tolist()))
                 raise MissingDataError(
                     f"field {name!r} of partition {self.spec.partition_id!r} is not written for "
@@ -517,11 +515,11 @@ class Partition:
         released = []
         for column in self.columns.values():
             blocks = column.block[rows]
-            column.produced -= int((blocks >= 0).sum())
+            column.produced -= int(np.count_nonzero(blocks >= 0))
             column.block[rows] = -1
             released.append(blocks)
         for task in self.tasks.values():
-            task.count -= int(task.claimed[rows].sum())
+            task.count -= int(np.count_nonzero(task.claimed[rows]))
             for queue in task.queues.values():
                 queue.discard(rows)
             task.claimed[rows] = False

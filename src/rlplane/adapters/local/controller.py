@@ -580,10 +580,9 @@ def _place(blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> tuple[wir
     count = len(blocks)
     if not count:
         return wire.Place(0), []
-    first = int(blocks[0])
-    if blocks[-1] == first and (blocks == first).all():
-        start = int(positions[0])
-        if int(positions[-1]) - start == count - 1 and (np.diff(positions) == 1).all():
+    first, start = int(blocks[0]), int(positions[0])
+    if not np.count_nonzero(blocks != first):
+        if not np.count_nonzero(positions[1:] - positions[:-1] != 1):
             return wire.Place(count, first, start), [first]
         numbers = [first]
     else:
