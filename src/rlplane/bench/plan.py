@@ -109,7 +109,7 @@ def quick_plan() -> Plan:
         wakes=150,
         claims=40,
         client_rounds=3,
-        client_seconds=0.5,
+        client_seconds=0.4,
     )
 
 
