@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlplane.adapters.local.turns import IDLE_S, QUIET_S, TURN_S, Turns
+from rlplane.adapters.local.turns import IDLE_S, QUIET_PER_CLIENT_S, QUIET_S, TURN_S, Turns
 
 OWNERS = st.integers(0, 5)
 CROWD = SEATS = 2
@@ -84,6 +84,18 @@ def test_clients_that_are_served_at_once_do_not_keep_the_others_in_line():
         assert turns.take(100 + step % (3 * round(QUIET_S / IDLE_S)), "now and then", now)
         served += turns.next(now)
     assert served == ["one"]
+
+
+def test_a_crowd_that_is_slow_to_ask_does_not_pass_for_quiet_clients():
+    """So many that each comes to ask only when the time of quiet is over, as when they all use one cache."""
+    turns = Turns(CROWD, SEATS)
+    many = range(round(2 * QUIET_S / QUIET_PER_CLIENT_S))
+    now, waited = 0.0, 0
+    for _ in range(20):
+        for owner in many:
+            now += QUIET_S * 1.5 / len(many)
+            waited += not turns.take(owner, "request", now)
+    assert waited > len(many)
 
 
 def test_seats_of_those_who_went_quiet_are_given_to_others():
