@@ -41,6 +41,13 @@ def kill(process):
     process.join(10)
 
 
+def wait_until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
 def batch(ids, width=300):
     """Rows whose content follows from the id, so that any reader can tell whether they are whole."""
     seeds = torch.tensor([hash_of(sample_id) for sample_id in ids])

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tests.integration import shm_workers as workers
-from tests.integration.shm_workers import FIELDS, batch, is_whole, kill, start
+from tests.integration.shm_workers import FIELDS, batch, is_whole, kill, start, wait_until
 
 from rlplane.adapters.local import client as client_module
 from rlplane.adapters.local import wire
@@ -40,13 +40,6 @@ def plane():
     path = Path(client.controller_address.removeprefix("shm://"))
     client.close()
     assert not path.exists()
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def wait_for_clients(plane, number):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 from tests.integration import shm_workers as workers
-from tests.integration.shm_workers import FIELDS, batch, is_whole
+from tests.integration.shm_workers import FIELDS, batch, is_whole, wait_until
 
 from rlplane.adapters.local import turns as turns_module
 from rlplane.adapters.local.connection import Connection
@@ -18,13 +17,6 @@ from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 
 IDS = [f"s{row}" for row in range(8)]
-
-
-def wait_until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -127,7 +119,7 @@ def test_a_client_that_dies_in_line_has_not_asked(server):
     assert resident(server) == IDS
 
 
-def test_many_more_busy_clients_than_cores_all_get_on(tmp_path):
+def test_many_more_busy_clients_than_cores_all_get_on():
     """For real: a controller of its own, and twice as many clients as are a crowd."""
     plane = build_data_plane_client(load_config("shm", {"global_segment_size": "256 MiB"}))
     plane.register_partition("flow", FIELDS, 10**9, ["train"])

@@ -32,6 +32,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items() if dtype not in _QUANTI
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
 _WORTH_A_COPY = 512
+# So few offsets are checked without numpy, whose first use after a pause costs more than all the rest.
 _FEW_ROWS = 64
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 
@@ -317,7 +318,6 @@ def _checked_offsets(name: str, given: Tensor, count: int) -> _Offsets:
     if not count:
         return _Offsets(given, torch.zeros(1, dtype=torch.int64, device=_HOST), 0, 0)
     if count <= _FEW_ROWS:
-        # The first use of numpy after a pause costs more than everything else here.
         places = offsets.tolist()
         start, stop, ascend = places[0], places[-1], places == sorted(places)
     else:
