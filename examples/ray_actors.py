@@ -25,11 +25,12 @@ class Rollout:
         for number in range(self.first, GROUPS, 2):
             lengths = [2 + i for i in range(GROUP_SIZE)]
             kv_first_write(
-                self.client,
-                partition_id="rollouts",
+                {"input_ids": torch.randint(0, 100, (GROUP_SIZE, max(lengths)))},
                 sample_ids=[f"p{number}_g{i}" for i in range(GROUP_SIZE)],
-                fields={"input_ids": torch.randint(0, 100, (GROUP_SIZE, max(lengths)))},
+                dp_client=self.client,
+                partition_id="rollouts",
                 lengths=lengths,
+                padding="right",
                 tags=[{"weight_version": 0} for _ in lengths],
             )
         self.client.close()

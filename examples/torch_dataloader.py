@@ -15,12 +15,12 @@ def produce(client: DataPlaneClient) -> None:
     for first in range(0, SAMPLES, 8):
         lengths = [1 + (first + i) % 7 for i in range(8)]
         kv_first_write(
-            client,
-            partition_id="rollouts",
+            {"input_ids": torch.arange(8)[:, None].expand(8, 7) + first, "reward": torch.rand(8)},
             sample_ids=[f"s{first + i}" for i in range(8)],
-            fields={"input_ids": torch.arange(8)[:, None].expand(8, 7) + first, "reward": torch.rand(8)},
+            dp_client=client,
+            partition_id="rollouts",
             lengths=lengths,
-            per_token=["input_ids"],
+            padding="right",
         )
 
 

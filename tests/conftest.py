@@ -13,6 +13,9 @@ import pytest
 # an actor took more than a minute to start. Inherited by every process that a test starts.
 os.environ.update(RAY_worker_niceness="0")
 
+# Most tests that measure look at the client alone: those that want an aggregator unset this, or start one.
+os.environ["RLPLANE_METRICS_ADDRESS"] = "off"
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

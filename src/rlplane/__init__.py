@@ -1,31 +1,33 @@
 """rlplane: the data plane for RL post-training of language models."""
 
-# Where things are:
+# Where things are (docs/architecture.md has the picture, the glossary and the way of each call):
 #
 #   interfaces.py      DataPlaneClient, KVBatchMeta and the config types: all that a trainer needs to know
+#   async_interface.py AsyncDataPlaneClient: its methods as coroutines
 #   errors.py          every error, its hierarchy drawn in the docstring
-#   config.py          load_config: a file, a mapping or one of exemplars/, with environment and overrides
+#   config/            load_config: a file, a mapping or one of exemplars/, with environment and overrides
 #   factory.py         build_data_plane_client: engines by name, loaded when asked for
-#   codec.py           padded <-> jagged columns
-#   columns.py         kv_first_write, read_columns, write_columns
-#   sharding.py        shard_meta_for_dp
+#   columns/           padded <-> jagged columns, kv_first_write and its like, shard_meta_for_dp
+#   data.py            StreamingDataset: a partition in a torch DataLoader
 #
-#   rules.py           what a request may be, and tag conditions
-#   objects.py         how objects in columns and tags travel
-#   index.py           the control state of a plane, without I/O; its parts are partition.py and ready.py,
-#                      and persist.py turns it into bytes and back
-#   adapters/local/    one machine: memory (inside the process) and shm (many processes)
-#   adapters/transfer_queue/   a cluster, on Ray
+#   control/           the control state: what exists, what is ready, who has claimed what; pure
+#   service/           that state behind a socket, with a journal: protocol, server, connection
+#   storage/           where the bytes are: layout, memory, shared memory, TransferQueue's units, Mooncake
+#   adapters/          the one client, and how each engine gives it a connection and a storage
 #
 #   observability/     the wrapper that measures every operation
 #   transfer_stats.py  transfers between workers, mergeable
+#   call_times.py      where the time of one call went: waiting, round trips, bytes
+#   atomic_file.py     files that are there whole or not at all
 #   transport/         typed messages over ZMQ
 #   metrics/           the live metrics service
 #   viewing/           what the views of a running plane share
 #   report/, sinks/, tui/, web/, cli/   what people look at
+#   demo/              the job that `rlplane demo` runs
 #
+#   compat/            other people's interfaces on our engines: nemo_rl, transfer_queue
+#   integrations/      a plane in other people's trainers: trl
 #   testing/           the conformance suite for any engine
-#   bench/             us, the peers and the machine's limit, side by side
 #
 # The names below are loaded when they are first used: `import rlplane.metrics` runs this file too, and must
 # not load torch.
@@ -36,7 +38,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlplane.codec import (
+    from rlplane.async_interface import AsyncDataPlaneClient
+    from rlplane.columns.codec import (
         materialize,
         pack_jagged_fields,
         pack_per_token_field,
@@ -44,8 +47,10 @@ if TYPE_CHECKING:
         stack_or_nest,
         to_nested_by_length,
     )
-    from rlplane.columns import kv_first_write, read_columns, write_columns
+    from rlplane.columns.io import kv_first_write, read_columns, write_columns
+    from rlplane.columns.sharding import shard_meta_for_dp
     from rlplane.config import load_config
+    from rlplane.control.policies import FlowPolicy
     from rlplane.errors import (
         CapacityError,
         CapacityTimeoutError,
@@ -65,13 +70,23 @@ if TYPE_CHECKING:
         UnsupportedOperationError,
         UnsupportedValueError,
     )
-    from rlplane.factory import build_data_plane_client
-    from rlplane.interfaces import DataPlaneClient, DataPlaneConfig, KVBatchMeta, ObservabilityConfig
-    from rlplane.sharding import shard_meta_for_dp
+    from rlplane.factory import build_async_data_plane_client, build_data_plane_client
+    from rlplane.interfaces import (
+        DataPlaneClient,
+        DataPlaneConfig,
+        FieldStatus,
+        FlowStatus,
+        KVBatchMeta,
+        ObservabilityConfig,
+        PartitionStatus,
+        SampleGroup,
+        TaskStatus,
+    )
 
     __version__: str
 
 __all__ = [
+    "AsyncDataPlaneClient",
     "CapacityError",
     "CapacityTimeoutError",
     "CheckpointError",
@@ -81,19 +96,26 @@ __all__ = [
     "DataPlaneClient",
     "DataPlaneConfig",
     "DataPlaneError",
+    "FieldStatus",
+    "FlowPolicy",
+    "FlowStatus",
     "InvalidRequestError",
     "KVBatchMeta",
     "MissingDataError",
     "MissingExtraError",
     "NotFoundError",
     "ObservabilityConfig",
+    "PartitionStatus",
     "PlaneConnectionError",
+    "SampleGroup",
+    "TaskStatus",
     "UnknownFieldError",
     "UnknownPartitionError",
     "UnknownTaskError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
     "__version__",
+    "build_async_data_plane_client",
     "build_data_plane_client",
     "kv_first_write",
     "load_config",
@@ -109,13 +131,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "build_data_plane_client": "factory",
+    "AsyncDataPlaneClient": "async_interface",
+    "FlowPolicy": "control.policies",
+    **dict.fromkeys(["build_async_data_plane_client", "build_data_plane_client"], "factory"),
     "load_config": "config",
-    "shard_meta_for_dp": "sharding",
+    "shard_meta_for_dp": "columns.sharding",
     **dict.fromkeys(
-        ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "ObservabilityConfig"], "interfaces"
+        [
+            "DataPlaneClient",
+            "DataPlaneConfig",
+            "FieldStatus",
+            "FlowStatus",
+            "KVBatchMeta",
+            "ObservabilityConfig",
+            "PartitionStatus",
+            "SampleGroup",
+            "TaskStatus",
+        ],
+        "interfaces",
     ),
-    **dict.fromkeys(["kv_first_write", "read_columns", "write_columns"], "columns"),
+    **dict.fromkeys(["kv_first_write", "read_columns", "write_columns"], "columns.io"),
     **dict.fromkeys(
         [
             "materialize",
@@ -125,7 +160,7 @@ _HOMES = {
             "stack_or_nest",
             "to_nested_by_length",
         ],
-        "codec",
+        "columns.codec",
     ),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
 }

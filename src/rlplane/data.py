@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from rlplane.codec import PadValue, materialize
-from rlplane.errors import InvalidRequestError
+from rlplane.columns.codec import PadValue, materialize
+from rlplane.errors import InvalidRequestError, PlaneConnectionError, UnsupportedOperationError
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 
 __all__ = ["StreamingDataset"]
 
-_LOOK_S = 0.25  # how soon a reader that waits notices that the partition is drained, or that it should end
+T = TypeVar("T")
+
+_CHECK_S = 0.25  # how soon a reader that waits notices that the partition is drained, or that it should end
 
 
 class StreamingDataset(IterableDataset[Any]):
     """Batches of a partition, each sample once, in the order in which they become ready.
 
-    All readers of one ``task_name`` share the samples out among them: the workers of a ``DataLoader``, the
-    data-parallel ranks, processes on other machines. Each sample goes to exactly one of them, to whoever asks
-    first, so a slow rank gets fewer; where every rank must get the same number, shard a claimed batch with
-    :func:`rlplane.shard_meta_for_dp` instead.
+    All readers of one ``task_name`` share the samples out among them: the workers of a ``DataLoader``,
+    processes on other machines. Each sample goes to exactly one of them, to whoever asks first, so a slow one
+    gets fewer. Data-parallel ranks, which must all get the same number, say ``dp_rank`` and ``dp_world``:
+    then every rank gets equally many batches, each of ``batch_size`` samples of about equal length; the last
+    one is shorter for all of them, and fewer than ``dp_world`` samples may be left over.
 
     The iteration ends when the partition is drained: ``num_samples`` of its registration have been written,
-    and this task has claimed every sample that is there (or, given ``where``, every one that can match). A
-    partition that was registered with ``num_samples=0`` has no end: the iteration goes on until it is left.
+    or it was ended with ``finish_partition``, and this task has claimed every sample that is there (or, given
+    ``where``, every one that can match). A partition that was registered with ``num_samples=0`` and is never
+    finished has no end: the iteration goes on until it is left.
     Where a reader's process dies in the middle, what it had claimed and neither cleared nor written to is
     handed out again, as always.
 
-    It yields batches, as dicts of tensors (and lists of objects), so the ``DataLoader`` must not make batches
+    It yields batches, as dicts of tensors (and object arrays), so the ``DataLoader`` must not make batches
     of its own::
 
         dataset = StreamingDataset(client, "rollouts", "train", ["input_ids", "advantages"], batch_size=64)
@@ -48,15 +53,17 @@ class StreamingDataset(IterableDataset[Any]):
         partition_id: The partition.
         task_name: The task whose cursor moves.
         fields: What a sample must have to be claimed, and what is read of it.
-        batch_size: Samples per batch. The last one may have fewer.
-        dp_rank: This process's data-parallel rank, which goes with its claims.
+        batch_size: Samples per batch, on each rank. The last one may have fewer.
+        dp_rank: This process's data-parallel rank.
+        dp_world: How many ranks there are. They all iterate over the same dataset equally often.
         where: Conditions on tags; see :meth:`DataPlaneClient.claim_meta`.
-        prefetch: Batches that are claimed and read ahead, by a thread. They count as claimed: if the
-            iteration is left early, they are not handed out again. 0 reads when asked.
-        clear: Clear the samples of a batch once they have been read.
+        prefetch: Batches that are claimed and read ahead, by a thread. If the iteration is left early, those
+            that were not used are handed out again, except a rank's, which belong to its step. 0 reads when
+            asked.
+        clear: Clear the samples of a batch when it is handed over.
         with_meta: Yield ``(meta, batch)``, for a reader that writes to its samples or clears them itself.
-        layout: How ragged columns come, and
-        pad_value_dict: what they are padded with; see :func:`rlplane.materialize`.
+        layout: How ragged columns come; see :func:`rlplane.materialize`.
+        pad_value_dict: What ragged columns are padded with, by field.
 
     Raises:
         ValueError: ``fields`` is empty, ``batch_size`` is below 1 or ``prefetch`` below 0. The iteration
@@ -72,6 +79,7 @@ class StreamingDataset(IterableDataset[Any]):
         batch_size: int,
         *,
         dp_rank: int | None = None,
+        dp_world: int | None = None,
         where: Mapping[str, Any] | None = None,
         prefetch: int = 2,
         clear: bool = False,
@@ -85,7 +93,11 @@ class StreamingDataset(IterableDataset[Any]):
             raise InvalidRequestError(f"batch_size is {batch_size}; it must be at least 1")
         if prefetch < 0:
             raise InvalidRequestError(f"prefetch is {prefetch}; it must be at least 0")
+        if dp_world is not None and (dp_rank is None or not 0 <= dp_rank < dp_world):
+            raise InvalidRequestError(f"dp_rank is {dp_rank}; it must be one of dp_world={dp_world}")
         self.partition_id, self.task_name = partition_id, task_name
+        self.dp_world = dp_world
+        self._rounds = 0
         self.fields, self.batch_size = list(fields), batch_size
         self.dp_rank, self.where, self.prefetch = dp_rank, where, prefetch
         self.clear, self.with_meta = clear, with_meta
@@ -94,15 +106,35 @@ class StreamingDataset(IterableDataset[Any]):
         self._home = os.getpid()
 
     def __iter__(self) -> Iterator[Any]:
-        client, is_ours = self._connect()
+        client, is_own = self._connect()
         stop = threading.Event()
-        batches = self._batches(client, stop)
+        read = self._read(client, stop)
+        batches = (
+            read if self.prefetch == 0 else _prefetched(read, self.prefetch, stop, self._give_back(client))
+        )
         try:
-            yield from batches if self.prefetch == 0 else _ahead(batches, self.prefetch, stop)
+            for meta, batch in batches:
+                if self.clear:
+                    client.clear_samples(meta.sample_ids, self.partition_id)
+                yield (meta, batch) if self.with_meta else batch
+                # Whoever asks for the next one has used this one: it is not handed out again when the client
+                # goes.
+                if not self.clear:
+                    with contextlib.suppress(UnsupportedOperationError):
+                        client.finish_claims(meta)
         finally:
             stop.set()
-            if is_ours:
+            batches.close()
+            if is_own:
                 client.close()
+
+    @staticmethod
+    def _give_back(client: DataPlaneClient) -> Callable[[tuple[KVBatchMeta, Any]], None]:
+        def give_back(read: tuple[KVBatchMeta, Any]) -> None:
+            with contextlib.suppress(UnsupportedOperationError, PlaneConnectionError):
+                client.unclaim(read[0])
+
+        return give_back
 
     def _connect(self) -> tuple[DataPlaneClient, bool]:
         if not isinstance(self._source, DataPlaneClient):
@@ -120,20 +152,52 @@ class StreamingDataset(IterableDataset[Any]):
                 " use num_workers=0, or backend: shm"
             ) from error
 
-    def _batches(self, client: DataPlaneClient, stop: threading.Event) -> Iterator[Any]:
+    def _read(
+        self, client: DataPlaneClient, stop: threading.Event
+    ) -> Generator[tuple[KVBatchMeta, Any], None, None]:
+        metas = self._claimed(client, stop) if self.dp_world is None else self._parts(client, stop)
+        for meta in metas:
+            # A dict of tensors: what a DataLoader hands on from its workers as it is.
+            yield meta, materialize(client.get_data(meta, self.fields), self.layout, self.pad_value_dict)
+
+    def _claimed(self, client: DataPlaneClient, stop: threading.Event) -> Iterator[KVBatchMeta]:
+        """Batches for whoever asks first."""
         while not stop.is_set():
             meta = self._claim(client)
             if meta is None:
-                meta, is_last = self._rest(client)
-                if is_last:
+                meta, is_drained = self._claim_rest(client)
+                if is_drained:
                     return
-            if meta is None:
+            if meta is not None:
+                yield meta
+
+    def _parts(self, client: DataPlaneClient, stop: threading.Event) -> Iterator[KVBatchMeta]:
+        """This rank's part of each step; all ranks come to the end at the same one."""
+        if get_worker_info() is not None:
+            raise InvalidRequestError(
+                "with dp_world the dataset is read by its rank itself: use num_workers=0"
+            )
+        self._rounds += 1
+        step = 0
+        while not stop.is_set():
+            try:
+                meta = client.claim_meta(
+                    self.partition_id,
+                    self.task_name,
+                    self.fields,
+                    self.batch_size * (self.dp_world or 1),
+                    self.dp_rank,
+                    timeout_s=_CHECK_S,
+                    where=self.where,
+                    dp_world=self.dp_world,
+                    step=f"{self._rounds}/{step}",
+                )
+            except TimeoutError:
                 continue
-            # A dict of tensors: what a DataLoader hands on from its workers as it is.
-            batch = materialize(client.get_data(meta, self.fields), self.layout, self.pad_value_dict)
-            if self.clear:
-                client.clear_samples(meta.sample_ids, self.partition_id)
-            yield (meta, batch) if self.with_meta else batch
+            if not meta.size:
+                return
+            step += 1
+            yield meta
 
     def _claim(self, client: DataPlaneClient, blocking: bool = True) -> KVBatchMeta | None:
         try:
@@ -144,42 +208,47 @@ class StreamingDataset(IterableDataset[Any]):
                 self.batch_size,
                 self.dp_rank,
                 blocking,
-                _LOOK_S,
+                _CHECK_S,
                 where=self.where,
             )
         except TimeoutError:
             return None
         return meta if meta.size else None
 
-    def _rest(self, client: DataPlaneClient) -> tuple[KVBatchMeta | None, bool]:
-        """Asked when no full batch came: what is left of a flow that has ended, and whether that was all."""
+    def _claim_rest(self, client: DataPlaneClient) -> tuple[KVBatchMeta | None, bool]:
+        """What is ready now that no more samples are to be written, and whether all have been claimed."""
         status = client.partition_status(self.partition_id)
-        if not 0 < status["num_samples"] <= status["written"]:
+        if not status.get("finished") and not 0 < status["num_samples"] <= status["written"]:
             return None, False
         # After the status: what became ready in between is found here.
         meta = self._claim(client, blocking=False)
         complete = all(status["fields"][name]["produced"] >= status["samples"] for name in self.fields)
-        # What is complete and yet cannot be claimed does not match, or is of a group that is not whole.
+        # A complete sample that cannot be claimed fails the condition, or its group lacks a member.
         nothing_to_come = complete or status["tasks"][self.task_name]["unclaimed"] == 0
         return meta, meta is None and nothing_to_come
 
 
-def _ahead(batches: Iterator[Any], count: int, stop: threading.Event) -> Iterator[Any]:
-    """The same batches, made by a thread that is up to ``count`` of them ahead."""
+def _prefetched(
+    items: Iterator[T], count: int, stop: threading.Event, give_back: Callable[[T], None]
+) -> Generator[T, None, None]:
+    """The same items, made by a thread that keeps up to ``count`` of them ready. Those that were not asked
+    for in the end are given back."""
     ready: queue.Queue[tuple[bool, Any]] = queue.Queue(count)
 
-    def put(item: tuple[bool, Any]) -> None:
+    def put(entry: tuple[bool, Any]) -> None:
         while not stop.is_set():
             try:
-                ready.put(item, timeout=_LOOK_S)
+                ready.put(entry, timeout=_CHECK_S)
                 return
             except queue.Full:
                 continue
+        if entry[0]:
+            give_back(entry[1])
 
     def read() -> None:
         try:
-            for batch in batches:
-                put((True, batch))
+            for item in items:
+                put((True, item))
             put((False, None))
         except BaseException as error:
             put((False, error))
@@ -188,13 +257,17 @@ def _ahead(batches: Iterator[Any], count: int, stop: threading.Event) -> Iterato
     thread.start()
     try:
         while True:
-            is_batch, item = ready.get()
-            if is_batch:
-                yield item
-            elif item is None:
+            is_item, entry = ready.get()
+            if is_item:
+                yield entry
+            elif entry is None:
                 return
             else:
-                raise item
+                raise entry
     finally:
         stop.set()
         thread.join()
+        while not ready.empty():
+            is_item, entry = ready.get()
+            if is_item:
+                give_back(entry)

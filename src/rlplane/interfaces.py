@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NotRequired, Self, TypedDict
 
 from rlplane.errors import InvalidRequestError, UnsupportedOperationError
@@ -19,9 +21,23 @@ from rlplane.errors import InvalidRequestError, UnsupportedOperationError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "ObservabilityConfig"]
+    from rlplane.control.policies import FlowPolicy
+
+__all__ = [
+    "DataPlaneClient",
+    "DataPlaneConfig",
+    "FieldStatus",
+    "FlowStatus",
+    "KVBatchMeta",
+    "ObservabilityConfig",
+    "PartitionStatus",
+    "SampleGroup",
+    "TaskStatus",
+]
 
 DEFAULT_TIMEOUT_S = 60.0
+ADDRESS_VARIABLE = "RLPLANE_CONTROLLER_ADDRESS"
+"""Where children find the plane of the process that started it, when ``controller_address`` is not set."""
 
 
 class ObservabilityConfig(TypedDict):
@@ -34,10 +50,19 @@ class ObservabilityConfig(TypedDict):
     enabled: bool
     callback: NotRequired[Callable[[dict[str, Any]], None]]
     metrics_address: NotRequired[str]
+    run_dir: NotRequired[str]
     role: NotRequired[str]
     track_partitions: NotRequired[list[str]]
     sinks: NotRequired[list[Any]]
     transfer_log_interval_s: NotRequired[float]
+
+
+class CheckpointConfig(TypedDict):
+    """Where and how often the plane saves a checkpoint by itself."""
+
+    dir: str
+    every_s: float
+    keep: NotRequired[int]
 
 
 class DataPlaneConfig(TypedDict):
@@ -56,8 +81,78 @@ class DataPlaneConfig(TypedDict):
     observability: NotRequired[ObservabilityConfig]
     allow_pickle: NotRequired[bool]
     segment_size: NotRequired[int]
-    client_timeout_s: NotRequired[float]
+    reserve_for_live: NotRequired[float]
+    reconnect_timeout_s: NotRequired[float]
+    journal: NotRequired[bool]
+    journal_dir: NotRequired[str]
+    checkpoint: NotRequired[CheckpointConfig]
     transfer_queue: NotRequired[dict[str, Any]]
+
+
+class FieldStatus(TypedDict):
+    """A field in a :class:`PartitionStatus`."""
+
+    declared: bool
+    produced: int
+
+
+class TaskStatus(TypedDict):
+    """A consumer task in a :class:`PartitionStatus`.
+
+    ``ready`` counts the samples that satisfy the claim that has waited longest, or, when none waits, the
+    claim that was made last: with its ``fields``, and matching its ``where``; ``wanted`` is its
+    ``batch_size``. None before the first claim. (More than 10,000 are not counted where there is a
+    condition.) ``writes`` are the fields that those who claim for this task have written to what they
+    claimed.
+    """
+
+    claimed: int
+    unclaimed: int
+    ready: int | None
+    waiting: int
+    wanted: NotRequired[int | None]
+    fields: NotRequired[list[str]]
+    where: NotRequired[dict[str, Any] | None]
+    writes: NotRequired[list[str]]
+
+
+class FlowStatus(TypedDict):
+    """What the flow policy of a partition has done, in a :class:`PartitionStatus`.
+
+    ``policy`` and ``max_staleness`` are None without one. ``admitted`` and ``waiting_for_admission`` count
+    prompts of a gated policy; ``evicted`` (samples) and ``closed_short`` (groups) count by reason.
+    """
+
+    policy: str | None
+    version: int
+    max_staleness: int | None
+    admitted: int
+    waiting_for_admission: int
+    evicted: dict[str, int]
+    closed_short: dict[str, int]
+
+
+class PartitionStatus(TypedDict):
+    """What ``partition_status`` returns, with the same keys on every engine.
+
+    ``num_samples`` is what the registration expects and ``written`` how many new samples came since;
+    ``samples`` and ``bytes`` are what is held now, ``capacity`` and ``capacity_bytes`` the most that all
+    partitions together may hold. ``oldest_age_s`` is None when there is no sample.
+    """
+
+    partition_id: str
+    num_samples: int
+    samples: int
+    written: int
+    bytes: int
+    oldest_age_s: float | None
+    grpo_group_size: int | None
+    fields: dict[str, FieldStatus]
+    tasks: dict[str, TaskStatus]
+    capacity: int | None
+    capacity_bytes: int | None
+    flow: NotRequired[FlowStatus]
+    finished: NotRequired[bool]
 
 
 @dataclass(eq=False)
@@ -112,7 +207,7 @@ class KVBatchMeta:
     def _check_length(self, what: str, got: int) -> None:
         if got != len(self.sample_ids):
             raise InvalidRequestError(
-                f"{what} has {got} entries for {len(self.sample_ids)} sample_ids; it needs one per sample"
+                f"{what} has {got} entries for {len(self.sample_ids)} sample_ids; they align 1:1"
             )
 
     def __eq__(self, other: object) -> bool:
@@ -200,36 +295,72 @@ class KVBatchMeta:
         kept = [i for i in range(self.size) if i not in gone]
         return self.subset(kept) if kept else None
 
-    def with_fields(self, names: Sequence[str]) -> Self:
-        """Return the same samples with ``fields`` set to ``names``."""
-        return replace(self, fields=list(names))
+    def groups(self) -> list[SampleGroup]:
+        """The groups of the batch, in order: how many members each has, should have had, and why not.
+
+        Members share the tag ``group``, else the part of their id before ``_g<number>``; a sample with
+        neither is a group of its own.
+        """
+        rows: dict[tuple[str, Any], list[int]] = {}
+        for row, sample_id in enumerate(self.sample_ids):
+            name = self.tags[row].get("group") if self.tags else None
+            if name is None:
+                prompt, mark, number = sample_id.rpartition("_g")
+                name = prompt if mark and number.isdecimal() else sample_id
+            rows.setdefault((type(name).__name__, name), []).append(row)
+        found = []
+        for (_, name), places in rows.items():
+            short = (self.tags[places[0]].get("short_group") if self.tags else None) or {}
+            expected = short.get("expected", len(places))
+            found.append(SampleGroup(name, self.subset(places), expected, short.get("reason")))
+        return found
+
+    def with_fields(self, field_names: Sequence[str]) -> Self:
+        """Return the same samples with ``field_names`` added to the ``fields``, each once.
+
+        For a meta of other fields alone, use ``dataclasses.replace(meta, fields=[...])``.
+        """
+        return replace(
+            self, fields=list(dict.fromkeys([*(self.fields or ()), *_names("fields", field_names)]))
+        )
 
     def concat(self, *others: KVBatchMeta) -> Self:
         """Return this meta's rows followed by those of ``others``, all of one partition.
 
-        ``sequence_lengths`` and ``tags`` are kept when every meta with rows has them. ``fields``
-        are those that every meta has, so that a read of the result cannot ask for more than is there.
+        ``sequence_lengths`` and ``tags`` are kept when every meta with rows has them. ``fields``,
         ``task_name`` and ``extra_info`` are this meta's.
         """
         metas: list[KVBatchMeta] = [self, *others]
         for other in others:
             if other.partition_id != self.partition_id:
                 raise InvalidRequestError(
-                    f"cannot concat partition {other.partition_id!r} to {self.partition_id!r}"
+                    f"cannot concat {other.partition_id!r} to {self.partition_id!r}: partition_ids must match"
                 )
         filled = [meta for meta in metas if meta.size] or metas[:1]
         lengths = [meta.sequence_lengths for meta in filled]
         tags = [meta.tags for meta in filled]
-        named = [meta.fields for meta in filled]
-        shared = [f for f in named[0] or [] if all(f in (names or ()) for names in named)]
-        joined = self._replace(
+        return self._replace(
             sample_ids=[sample_id for meta in metas for sample_id in meta.sample_ids],
             sequence_lengths=None
             if any(part is None for part in lengths)
             else [n for part in lengths for n in part or ()],
             tags=None if any(part is None for part in tags) else [tag for part in tags for tag in part or ()],
         )
-        return replace(joined, fields=None if any(n is None for n in named) else shared)
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """A group in a batch. ``reason`` says why it was closed with fewer members than ``expected``."""
+
+    name: str | int
+    meta: KVBatchMeta
+    expected: int
+    reason: str | None = None
+
+    @property
+    def size(self) -> int:
+        """How many members it has here."""
+        return self.meta.size
 
 
 class DataPlaneClient(ABC):
@@ -254,6 +385,9 @@ class DataPlaneClient(ABC):
         consumer_tasks: list[str],
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
+        *,
+        flow: FlowPolicy | Mapping[str, Any] | None = None,
+        produces: dict[str, list[str]] | None = None,
     ) -> None:
         """Declare a partition: its fields, expected number of samples and consumer tasks.
 
@@ -267,6 +401,10 @@ class DataPlaneClient(ABC):
             consumer_tasks: Named tasks, each with its own cursor.
             grpo_group_size: When set, claims hand out whole groups of this many samples.
             enums: For each field named here, the strings that it may hold.
+            flow: How old a sample may be when it is trained, and what follows from that: a
+                :class:`rlplane.FlowPolicy`, or a mapping with its names. See ``docs/flow.md``.
+            produces: For each task named here, the fields that it writes: it is finished with a sample when
+                all of them are there. Without, when it has written any.
 
         Raises:
             ValueError: An argument contradicts itself, such as a field named twice.
@@ -281,9 +419,15 @@ class DataPlaneClient(ABC):
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         *,
         where: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        order: str | None = None,
+        dp_world: int | None = None,
+        step: str | int | None = None,
+        max_uses: int = 1,
+        repeat_where: Mapping[str, Any] | None = None,
     ) -> KVBatchMeta:
         """Claim up to ``batch_size`` samples that have all of ``required_fields``.
 
@@ -294,16 +438,29 @@ class DataPlaneClient(ABC):
             task_name: The task whose cursor moves.
             required_fields: Fields that a sample must have to be claimable.
             batch_size: The most samples to claim; with ``grpo_group_size``, a multiple of it.
-            dp_rank: Reserved. Shard on the driver with ``shard_meta_for_dp``.
+            dp_rank: With ``dp_world`` and ``step``, which rank asks. Alone it changes nothing.
             blocking: Wait for a full batch (or the tail); otherwise return what is ready, perhaps
                 nothing.
-            timeout_s: How long to wait.
+            timeout_s: How long to wait; None: for ever.
             where: Conditions on tags, checked as the tags are at the moment of the claim, such as
                 ``{"weight_version": {">=": 12}}``.
+            max_tokens: The most tokens to claim, by the tag ``input_lengths``: a batch is full when the next
+                sample (or group) does not fit any more, or at ``batch_size``.
+            order: ``fifo`` (as without it), ``lifo``, ``priority:<tag>`` (the highest first) or
+                ``random:<seed>``.
+            dp_world: How many ranks share the batch of ``step``: it is claimed once, and each rank gets
+                equally many samples (whole groups) of about equal length.
+            step: The name of the step. Asking again with the same one returns the same part.
+            max_uses: How often this task may claim a sample: what was claimed fewer times lines up again,
+                behind all others. A use that is not the last need not be finished: nobody gets it again when
+                the client dies.
+            repeat_where: Conditions on the tags of samples that line up again; the others were used for the
+                last time.
 
         Raises:
             KeyError: Unknown partition, task or field; at once, not after the timeout.
-            ValueError: ``batch_size`` or ``where`` can never be satisfied.
+            ValueError: ``batch_size`` or ``where`` can never be satisfied; the next sample (or group) alone
+                has more than ``max_tokens``, or no ``input_lengths``.
             TimeoutError: Not enough samples in time; the message says how many were ready. Nothing
                 was claimed.
         """
@@ -333,6 +490,7 @@ class DataPlaneClient(ABC):
         tags: list[dict[str, Any]] | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        must_exist: bool = False,
     ) -> KVBatchMeta:
         """Write fields and tags of samples: all of it becomes visible at once, or none of it.
 
@@ -346,12 +504,15 @@ class DataPlaneClient(ABC):
                 ``NonTensorData`` that holds one entry per row.
             tags: One dict per sample.
             timeout_s: How long to wait for room when the plane is full.
+            must_exist: Write only to samples that are there, so that a late write does not bring back what
+                was cleared meanwhile.
 
         Returns:
             A meta with ``fields`` of this write, usable for :meth:`get_data`.
 
         Raises:
-            KeyError: The partition was never registered.
+            KeyError: The partition was never registered; with ``must_exist``, a sample is not there (named
+                in the message), and nothing was written.
             ValueError: Ids, rows and tags do not fit together; nothing was written.
             TypeError: An object that may not travel; nothing was written.
             MemoryError: It can never fit, or (also a ``TimeoutError``) no room came free in time;
@@ -378,32 +539,184 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what this client holds. Idempotent.
+        """Release what this client holds, unfinished claims among it: they are handed out again. Idempotent.
 
         The bootstrap client ends what it started, and only that. Any later call raises.
         """
 
     # Optional from here on.
 
+    def peek_meta(
+        self,
+        partition_id: str,
+        *,
+        where: Mapping[str, Any] | None = None,
+        fields: list[str] | None = None,
+        limit: int | None = None,
+        order: str | None = None,
+    ) -> KVBatchMeta:
+        """Ids and tags of what is there, claimed or not, without claiming it.
+
+        Args:
+            partition_id: A registered partition.
+            where: Conditions on tags; see :meth:`claim_meta`.
+            fields: Only samples that have all of these; they are the meta's fields.
+            limit: The most samples.
+            order: ``fifo`` (in the order of their first write, as without it), ``lifo``, ``priority:<tag>``
+                (the highest first) or ``random:<seed>``.
+
+        Raises:
+            KeyError: Unknown partition or field.
+            ValueError: ``where``, ``limit`` or ``order`` cannot be understood.
+        """
+        raise self._unsupported("peek_meta")
+
+    def advance_version(self, partition_id: str, version: int) -> None:
+        """Tell the partition which version of the weights the trainer has published. See ``docs/flow.md``.
+
+        What has become too old by the flow policy is evicted, and prompts that may be admitted now are.
+
+        Raises:
+            KeyError: Unknown partition.
+            ValueError: ``version`` is below that which the partition has.
+        """
+        raise self._unsupported("advance_version")
+
+    def finish_partition(self, partition_id: str) -> None:
+        """Say that nothing new comes to the partition, until it is registered again.
+
+        Claims that wait get what is left, fewer than they asked for, and after that an empty meta at once.
+        """
+        raise self._unsupported("finish_partition")
+
+    def close_group(
+        self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
+    ) -> int:
+        """End a group short: its finished members are the whole group, the others are given up.
+
+        What is given up is cleared, counted under ``reason`` and told by :meth:`evicted_meta`. With no member
+        finished, the whole group is given up. A group that is whole already stays as it is.
+
+        Args:
+            partition_id: A partition with ``grpo_group_size``.
+            group: The tag ``group`` of its members, or the part of their ids before ``_g<number>``.
+            reason: Why, such as ``"generation failed"``.
+            fields: What a member must have to be finished. By default the policy's ``finished_fields``, else
+                all fields that at least one of the members has.
+
+        Returns:
+            How many members the group has now.
+
+        Raises:
+            KeyError: Unknown partition, group or field.
+            ValueError: The partition has no groups.
+        """
+        raise self._unsupported("close_group")
+
+    def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
+        """Those of ``sample_ids`` whose generation is in vain: they were cleared, or are too old already."""
+        raise self._unsupported("should_abort")
+
+    def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
+        """Ids and last tags of samples that the flow policy has evicted, each told once, the oldest first.
+
+        The tag ``evicted`` says why. Of those that nobody asks for, the last 65,536 are kept.
+        """
+        raise self._unsupported("evicted_meta")
+
+    def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
+        """How many samples are there, claimed or not, that match ``where``."""
+        raise self._unsupported("count")
+
+    def append_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict,
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        finish: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> KVBatchMeta:
+        """Append a turn to per-token fields: its tokens go behind those that each sample has, with its tags.
+
+        A sample that is not there yet begins with this turn. ``get_samples`` reads the turns that there are,
+        each of them whole, as one nested tensor. Appending costs what is appended, not what is there.
+
+        Args:
+            sample_ids: Distinct, non-empty.
+            partition_id: A registered partition.
+            fields: For each field a nested tensor, or a dense one of at least two dimensions; dtype and the
+                dimensions behind the second are those of the turns before.
+            tags: One mapping per sample; merged into what the sample has.
+            finish: This was the last turn: the fields count as written, and claims that wait for them get
+                the samples. A field that is finished cannot grow any more; ``put_samples`` replaces it.
+            timeout_s: How long to wait for room.
+
+        Raises:
+            KeyError: Unknown partition.
+            ValueError: A field is finished for one of the samples, or grows by another kind of tokens.
+                Nothing was written.
+            CapacityTimeoutError: There was no room; nothing was written.
+        """
+        raise self._unsupported("append_samples")
+
+    def finish_claims(self, meta: KVBatchMeta) -> None:
+        """Be done with what was claimed and only read: it is not handed out again when this client goes."""
+        raise self._unsupported("finish_claims")
+
+    def unclaim(self, meta: KVBatchMeta) -> None:
+        """Give a claim back: what this client still holds of it is handed out again, ahead of all else."""
+        raise self._unsupported("unclaim")
+
+    def drop_partition(self, partition_id: str) -> None:
+        """Forget a partition: its samples, its schema and its tasks. Whoever waits for it gets
+        ``UnknownPartitionError``."""
+        raise self._unsupported("drop_partition")
+
     def list_sample_ids(self, partition_id: str) -> list[str]:
         """The live samples of a partition, in the order in which they were first written."""
         raise self._unsupported("list_sample_ids")
 
-    def partition_status(self, partition_id: str) -> dict[str, Any]:
-        """Counts per field and task, bytes held and the oldest sample's age; see the contract."""
+    def partition_status(self, partition_id: str) -> PartitionStatus:
+        """Counts per field and task, bytes held and the oldest sample's age; see :class:`PartitionStatus`."""
         raise self._unsupported("partition_status")
 
-    def save_checkpoint(self, path: str) -> None:
-        """Write all partitions to the file ``path``, consistent at one point of time, all or nothing."""
+    def save_checkpoint(self, checkpoint_dir: str, *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Write all partitions to a directory, consistent at one point of time, all or nothing.
+
+        ``metadata`` comes back from :meth:`load_checkpoint`: anything that JSON can hold.
+        """
         raise self._unsupported("save_checkpoint")
 
-    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
-        """Replace the plane's content with a checkpoint's. A bad one is refused, and the plane stays.
+    def load_checkpoint(self, checkpoint_dir: str, *, release_claims: bool = False) -> dict[str, Any]:
+        """Replace the plane's content with a checkpoint's, and return the metadata that was saved with it.
+
+        A checkpoint can be loaded on another engine than it was saved on. A bad one is refused, and the
+        plane stays as it is.
 
         Cursors come back as they were. ``release_claims=True`` hands out again what had been claimed by
         somebody who had not finished with it, which is what a job wants that resumes with new workers.
         """
         raise self._unsupported("load_checkpoint")
+
+    # Nothing but measurements: without observability they do nothing.
+
+    def step(self, number: int) -> AbstractContextManager[Any]:
+        """Mark a training step: the block of ``with client.step(number):``.
+
+        Views then show which share of the step this thread spent in the plane, by operation, split into
+        waiting for samples, round trips and bytes; and tokens per second, of the samples that the step
+        claimed by their tag ``input_lengths``, or of ``tokens`` if that is set on what ``with`` gives.
+        """
+        return nullcontext(SimpleNamespace(tokens=None))
+
+    def mark_step(self, number: int) -> None:  # noqa: B027 - it is optional
+        """Say that step ``number`` ends now, for a loop that has no block for it. It began with the call
+        before; the first call only begins."""
+
+    def log(self, scalars: Mapping[str, Any]) -> None:  # noqa: B027 - it is optional
+        """Show numbers of your own, such as the reward, beside those of the step, in every view and sink."""
 
     def _unsupported(self, method: str) -> UnsupportedOperationError:
         return UnsupportedOperationError(f"{type(self).__name__} does not support {method}")

@@ -18,7 +18,15 @@ import numpy as np
 
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["DEFAULT_MAX_SAMPLES", "NixlTelemetry", "TransferRecord", "TransferStats"]
+__all__ = [
+    "DEFAULT_MAX_SAMPLES",
+    "KVConnectorStats",
+    "NixlKVConnectorStats",
+    "NixlTelemetry",
+    "TransferRecord",
+    "TransferStats",
+    "nixlXferTelemetry",
+]
 
 DEFAULT_MAX_SAMPLES = 8192
 
@@ -32,7 +40,7 @@ _MB = 2**20
 class TransferRecord(msgspec.Struct, frozen=True, gc=False):
     """One transfer of ours. Times are in seconds.
 
-    ``post_s`` is what it took to post the transfer (for shared memory: the round trip to the controller),
+    ``post_s`` is what it took to post the transfer (for us: the round trip to the control service),
     ``transfer_s`` what it took to move the bytes, ``descriptors`` how many extents they were in.
     """
 
@@ -49,6 +57,23 @@ class NixlTelemetry(Protocol):
     postDuration: int
     totalBytes: int
     descCount: int
+
+
+nixlXferTelemetry = NixlTelemetry
+
+
+class KVConnectorStats(Protocol):
+    """Statistics of any connector: collected in one process, merged over all, reduced for people."""
+
+    data: dict[str, list[float]]
+
+    def reset(self) -> None: ...
+
+    def is_empty(self) -> bool: ...
+
+    def aggregate(self, other: Any) -> Self: ...
+
+    def reduce(self) -> dict[str, int | float]: ...
 
 
 class TransferStats:
@@ -280,6 +305,10 @@ class TransferStats:
             return
         own_start, own_end = self._window
         self._window = (min(own_start, start), None if own_end is None else max(own_end, end))
+
+
+NixlKVConnectorStats = TransferStats
+"""The container's name in the source documents, where NIXL's telemetry is all that is recorded."""
 
 
 class _Part(NamedTuple):

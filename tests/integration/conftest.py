@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
-from rlplane.adapters.transfer_queue.plane import CONTROL, ControlActor, namespace, plane_config
+from rlplane.adapters.transfer_queue.plane import SERVICE, namespace, plane_config
+from rlplane.adapters.transfer_queue.service import ServiceActor
 from rlplane.config import load_config
 from rlplane.interfaces import DataPlaneConfig
 
@@ -60,7 +62,7 @@ class ClusterFactory:
     """Planes of one backend, for the conformance suite.
 
     One set of TransferQueue's actors serves all of them, and each config that a check asks for gets a control
-    actor of its own beside it: that is where capacity is decided, and it is one process instead of five.
+    service of its own beside it: that is where capacity is decided, and it is one process instead of five.
     """
 
     time_scale = 2.0
@@ -69,31 +71,36 @@ class ClusterFactory:
         self.backend = backend
         self.owner = TQDataPlaneClient(cluster_config(backend, num_storage_units=2))
         self._configs: dict[frozenset[tuple[str, Any]], DataPlaneConfig] = {frozenset(): self.owner._cfg}
-        self._controls: list[Any] = []
+        self._services: list[Any] = []
 
     def config(self, **keys: Any) -> DataPlaneConfig:
         """The config of the plane that has these keys, which is started when first asked for."""
         # What only the client reads needs no plane of its own.
         mine = {key: value for key, value in keys.items() if key not in ("allow_pickle", "local_buffer_size")}
-        if self.backend == "simple" and "global_segment_size" in mine:
-            raise NotImplementedError("backend simple has no capacity in bytes")
         if "global_segment_size" in mine:
             mine["num_storage_units"] = 1
         known = frozenset(mine.items())
         if known not in self._configs:
             config = cluster_config(self.backend, num_storage_units=2)
-            self._configs[known] = self._start_control(load_config(dict(config), mine))
+            self._configs[known] = self._start_service(load_config(dict(config), mine))
         return load_config(dict(self._configs[known]), keys)
 
-    def _start_control(self, config: DataPlaneConfig) -> DataPlaneConfig:
+    def _start_service(self, config: DataPlaneConfig) -> DataPlaneConfig:
         import ray
 
-        shared = self.owner._plane
-        tq = {**shared.tq, "config": plane_config(config)}
-        actor = ray.remote(ControlActor).options(name=CONTROL, namespace=namespace(config), num_cpus=0)
-        control = actor.remote(dict(config), tq, shared.controller, shared.units, shared.master)
-        ray.get(control.describe.remote())
-        self._controls.append(control)
+        plane = dataclasses.replace(
+            self.owner._plane,
+            namespace=namespace(config),
+            config=plane_config(config),
+            service={},
+            actor=None,
+            started=[],
+            journal_dir="",  # that of the owner has another plane in it
+        )
+        actor = ray.remote(ServiceActor).options(name=SERVICE, namespace=plane.namespace, num_cpus=0)
+        service = actor.remote(dict(config), plane.describe())
+        ray.get(service.describe.remote())
+        self._services.append(service)
         return config
 
     def client(self, **keys: Any) -> TQDataPlaneClient:
@@ -108,8 +115,8 @@ class ClusterFactory:
         """End every plane."""
         import ray
 
-        for control in self._controls:
-            ray.kill(control)
+        for service in self._services:
+            ray.kill(service)
         self.owner.close()
 
 

@@ -37,7 +37,7 @@ class DemoProcess:
     def stderr(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout_s: float = 240.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = 600.0) -> None:
         """Until it has said ``text`` to the terminal."""
         deadline = time.monotonic() + timeout_s
         while text not in self.stderr:
@@ -48,7 +48,7 @@ class DemoProcess:
     def ctrl_c(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def finish(self, timeout_s: float = 850.0) -> tuple[int, dict[str, Any]]:
+    def finish(self, timeout_s: float = 1200.0) -> tuple[int, dict[str, Any]]:
         """Its exit code, and what it said in JSON."""
         try:
             stdout, _ = self.process.communicate(timeout=timeout_s)
@@ -71,7 +71,7 @@ class DemoProcess:
                 continue
         return found
 
-    def wait_until_nothing_is_left(self, timeout_s: float = 60.0) -> None:
+    def wait_until_nothing_is_left(self, timeout_s: float = 180.0) -> None:
         """No process, and nothing in /dev/shm that one of its processes would have made."""
         deadline = time.monotonic() + timeout_s
         pids = {str(pid) for pid in self.processes()}
@@ -84,8 +84,12 @@ class DemoProcess:
         assert not [name for name in left if set(name.split("-")) & pids]
 
     def end(self) -> None:
+        """Kill what is left of it."""
+        if self.process.stdout is not None:
+            self.process.stdout.close()
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        self.process.wait(60)

@@ -10,11 +10,11 @@ import random
 import sys
 import time
 
-from rlplane.metrics.events import OpRecord, SampleLife
-from rlplane.metrics.sender import EventSender, sender_from_environment
+from rlplane.metrics.event_publisher import EventPublisherService, publisher_from_environment
+from rlplane.metrics.events import OpRecord, SampleEvent
 
 
-def record_step(sender: EventSender, name: str, step: int, noise: random.Random) -> None:
+def record_step(sender: EventPublisherService, name: str, step: int, noise: random.Random) -> None:
     """Two samples written, claimed, and (nine times of ten) cleared; one operation of each kind."""
     ids = [f"{name}-{step}-{index}" for index in range(2)]
     now = time.time_ns()
@@ -25,7 +25,7 @@ def record_step(sender: EventSender, name: str, step: int, noise: random.Random)
 
     op("put", 4096)
     sender.record(
-        SampleLife(
+        SampleEvent(
             kind="written",
             partition_id="rollouts",
             sample_ids=ids,
@@ -36,7 +36,7 @@ def record_step(sender: EventSender, name: str, step: int, noise: random.Random)
     )
     op("claim_meta", 0, *(("timeout", "ClaimTimeoutError") if step % 50 == 7 else ()))
     sender.record(
-        SampleLife(
+        SampleEvent(
             kind="claimed", partition_id="rollouts", sample_ids=ids, time_ns=now + 1000 * step, task="train"
         )
     )
@@ -44,11 +44,13 @@ def record_step(sender: EventSender, name: str, step: int, noise: random.Random)
     if step % 10:
         op("clear")
         sender.record(
-            SampleLife(kind="cleared", partition_id="rollouts", sample_ids=ids, time_ns=now + 2000 * step + 1)
+            SampleEvent(
+                kind="cleared", partition_id="rollouts", sample_ids=ids, time_ns=now + 2000 * step + 1
+            )
         )
     elif step % 20 == 0:
         sender.record(
-            SampleLife(
+            SampleEvent(
                 kind="failed", partition_id="rollouts", sample_ids=ids[:1], time_ns=now + 5, reason="x"
             )
         )
@@ -56,7 +58,7 @@ def record_step(sender: EventSender, name: str, step: int, noise: random.Random)
 
 def main() -> None:
     name, steps, *rest = sys.argv[1:]
-    sender = sender_from_environment(name, role="rollout")
+    sender = publisher_from_environment(name, role="rollout")
     assert sender is not None
     noise = random.Random(name)
     for step in range(int(steps)):

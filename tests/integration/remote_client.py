@@ -7,7 +7,9 @@ import itertools
 import multiprocessing
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -28,7 +30,7 @@ def _unpack(data):
 
 def _serve(pipe):
     lock = threading.Lock()
-    clients = {}
+    clients: dict[int, Any] = {}
 
     def call(number, key, method, args, kwargs):
         with warnings.catch_warnings(record=True) as caught:
@@ -45,6 +47,8 @@ def _serve(pipe):
         try:
             number, key, method, args, kwargs = _unpack(pipe.recv_bytes())
         except EOFError:
+            return
+        if method == "stop":
             return
         if method == "adopt":
             clients[key] = args[0]
@@ -72,10 +76,11 @@ class RemoteProcess:
         key = next(self._numbers)
         with self._lock:
             self._pipe.send_bytes(_pack((key, key, "adopt", (client,), {})))
-        return RemoteClient(self, key)
+        # Its methods are put into the class below, where a type checker does not see them.
+        return cast("Callable[..., RemoteClient]", RemoteClient)(self, key)
 
     def call(self, key, method, args, kwargs):
-        future = Future()
+        future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = future
@@ -88,8 +93,11 @@ class RemoteProcess:
         return value
 
     def stop(self):
-        self._pipe.close()
-        self.process.join(10)
+        # By a message: our end stays open, however often it is closed, while a thread reads from it.
+        with self._lock:
+            self._pipe.send_bytes(_pack((next(self._numbers), None, "stop", (), {})))
+        self.process.join(120)
+        assert self.process.exitcode == 0
 
     def _receive(self):
         while True:

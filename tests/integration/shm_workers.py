@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 import time
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
 
-from rlplane.adapters.local import client as client_module
-from rlplane.adapters.local.connection import Connection
-from rlplane.adapters.local.mapping import Segments
+from rlplane.adapters.local.shm import ShmDataPlaneClient
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
+from rlplane.service import protocol as wire
+from rlplane.service.connection import SocketConnection
+from rlplane.storage import copying, layout
+from rlplane.storage.shm.mapping import Segments
 
 # Processes start from a server that has torch loaded already, so that a test can have dozens.
 context = multiprocessing.get_context("forkserver")
@@ -38,7 +41,7 @@ def start(target, *args):
 
 def kill(process):
     process.kill()
-    process.join(10)
+    process.join(120)
 
 
 def wait_until(condition, seconds=20.0):
@@ -73,46 +76,51 @@ def _die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_before(kind):
+    """Be killed instead of sending a request of this kind."""
+    exchange = SocketConnection.exchange
+
+    def dying(self, request, **waits):
+        if isinstance(request, kind):
+            _die()
+        return exchange(self, request, **waits)
+
+    mock.patch.object(SocketConnection, "exchange", dying).start()
+
+
 def die_while_putting(address, step, ids):
     """Put ``ids``, and be killed at ``step``."""
     plane = connect(address)
     if step == "before the memory is reserved":
-        client_module.ShmDataPlaneClient._reserve = lambda *_: _die()
+        die_before(wire.Reserve)
     elif step == "before the pages exist":
-        Segments.back = lambda *_: _die()
+        mock.patch.object(Segments, "back", side_effect=lambda *_: _die()).start()
     elif step == "in the middle of the copy":
-        copy_all = client_module.copy_all
+        copy_all = copying.copy_all
 
-        def die_half_way(pairs):
-            copy_all(pairs[: len(pairs) // 2])
+        def die_half_way(copies):
+            copy_all(copies[: len(copies) // 2])
             _die()
 
-        client_module.copy_all = die_half_way
+        mock.patch.object(layout, "copy_all", die_half_way).start()
     elif step == "before the commit is sent":
-        exchange = Connection.exchange
-
-        def dying(self, request, **waits):
-            if isinstance(request, client_module.wire.Commit):
-                _die()
-            return exchange(self, request, **waits)
-
-        Connection.exchange = dying
+        die_before(wire.Commit)
     plane.put_samples(ids, "flow", batch(ids))
 
 
 def die_after_the_commit(address, ids):
     """Put ``ids`` and be killed before the answer is read, with the commit certainly sent."""
     plane = connect(address)
-    plane._link().describe("flow")
-    receive = Connection._receive
+    plane.put_samples([], "flow")  # so that it knows the partition
+    receive = SocketConnection._receive
 
     def dying(self, channel, number, waits_s):
         answer = receive(self, channel, number, waits_s)
-        if not isinstance(answer, client_module.wire.Reserved):
+        if not isinstance(answer, wire.Reserved):
             _die()
         return answer
 
-    Connection._receive = dying
+    mock.patch.object(SocketConnection, "_receive", dying).start()
     plane.put_samples(ids, "flow", batch(ids))
 
 
@@ -195,8 +203,30 @@ def note(log, *words):
 
 
 def bootstrap_and_wait(ready):
-    plane = build_data_plane_client(load_config("shm"))
+    plane = build_data_plane_client(load_config("shm", {"journal": False}))
     plane.register_partition("flow", FIELDS, 10**6, ["train"])
-    process = plane._process
-    ready.put((plane.controller_address, process.pid))
+    assert isinstance(plane, ShmDataPlaneClient)
+    ready.put((plane.controller_address, plane.service_status()["pid"]))
     time.sleep(600)
+
+
+def fill(address, name, batches, rows, width):
+    """Write new samples as fast as the plane takes them."""
+    client = connect(address)
+    for number in range(batches):
+        ids = [f"{name}-{number}-{row}" for row in range(rows)]
+        data = {"x": torch.ones(rows, width, dtype=torch.uint8)}
+        client.put_samples(ids, "flow", TensorDict(data, batch_size=[rows]), timeout_s=60)
+    client.close()
+
+
+def score(address, batches, rows):
+    """Write the column without which no sample is finished."""
+    client = connect(address)
+    for _ in range(batches):
+        meta = client.claim_meta("flow", "score", ["x"], rows, timeout_s=60)
+        # A little later than it could, so that the producers have filled the plane by then.
+        time.sleep(0.05)
+        data = {"logprobs": torch.zeros(rows, 512)}
+        client.put_samples(meta.sample_ids, "flow", TensorDict(data, batch_size=[rows]), timeout_s=60)
+    client.close()

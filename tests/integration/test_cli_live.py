@@ -78,7 +78,7 @@ def test_every_viewer_finds_the_run_at_once_and_its_remains_can_be_read(
             assert view["feed"]["state"] == "live"
             tasks = {task["task"] for task in view["flows"][0]["tasks"]}
             assert tasks == {"reward", "train"}
-            assert view["lives"]["finished"] and view["totals"]["failures"] == 1
+            assert view["lifecycle"]["finished"] and view["totals"]["failures"] == 1
             assert f"Run {run_id}: LIVE (incomplete)" in rlplane("report").stdout
             scraped = {family.name for family in text_string_to_metric_families(page.get("/metrics").text)}
             assert "rlplane_operation_duration_seconds" in scraped

@@ -66,11 +66,13 @@ class RemotePlanes(ShmPlanes):
         super().close()
 
 
-@pytest.fixture(scope="module")
+_planes = ShmPlanes()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def planes():
-    shared = ShmPlanes()
-    yield shared
-    shared.close()
+    yield _planes
+    _planes.close()
 
 
 @pytest.mark.parametrize("check", checks(), ids=str)
@@ -92,6 +94,5 @@ def test_shared_memory_keeps_across_processes_the_promise_that(check, remote_pla
     assert outcome.result == "kept" or check.name == NEEDS_A_DEVICE
 
 
-_machine_planes = ShmPlanes()
-TestShmPlane = data_plane_state_machine(_machine_planes).TestCase
+TestShmPlane = data_plane_state_machine(_planes).TestCase
 TestShmPlane.settings = settings(TestShmPlane.settings, max_examples=25, stateful_step_count=30)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -22,9 +23,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.select import Select
+from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun, PictureServer
 
 pytestmark = pytest.mark.slow
 
@@ -59,19 +61,24 @@ class Dash:
                 self.address = found[1]
                 break
         assert self.address, "rlplane dash did not start"
-        # Nobody may be kept waiting by a pipe that is not read.
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        # The process would wait for ever to write into a pipe that is full and not read.
+        self._reader = threading.Thread(target=self.process.stderr.read, daemon=True)
+        self._reader.start()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(20)
+        code = self.process.wait(20)
+        assert self.process.stderr is not None
+        self._reader.join()
+        self.process.stderr.close()
+        return code
 
 
 class Publisher:
     """A run that goes on, half a second of it every tenth of one."""
 
-    def __init__(self, address: str, run: PicturedRun) -> None:
-        self.server = PictureServer(address)
+    def __init__(self, address: str, run: SimulatedRun) -> None:
+        self.server = SnapshotServer(address)
         self.run = run
         self._going = threading.Event()
         self._going.set()
@@ -120,7 +127,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 @pytest.fixture(scope="module")
 def publisher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publisher]:
     directory = tmp_path_factory.mktemp("run")
-    run = PicturedRun(
+    run = SimulatedRun(
         ["rollouts", EVIL], workers=130, slow_task="logprob", started_ns=time.time_ns() - 400 * 10**9
     )
     run.fail(f"KeyError: {EVIL}")
@@ -180,15 +187,19 @@ def painted(browser: webdriver.Chrome, selector: str) -> int:
     return int(browser.execute_script(script, selector))
 
 
+def until_painted(browser: webdriver.Chrome, selector: str) -> None:
+    until(lambda: painted(browser, selector) > 2000, f"the plot {selector}")
+
+
 def press(browser: webdriver.Chrome, *keys: str) -> None:
     ActionChains(browser).send_keys(*keys).perform()
 
 
 def test_every_part_of_the_page_is_drawn(page: webdriver.Chrome) -> None:
-    assert text(page, "#state") == "LIVE" and text(page, "#run-id") == "pictured-run"
+    assert text(page, "#state") == "LIVE" and text(page, "#run-id") == "simulated-run"
     assert len(page.find_elements(By.CSS_SELECTOR, ".tile")) == 6
-    for plot in ("throughput", "latency", "held", "stale"):
-        until(lambda plot=plot: painted(page, f"#plot-{plot}") > 2000, f"the plot of {plot}")
+    for plot in ("throughput", "latency", "waiting", "held", "stale"):
+        until_painted(page, f"#plot-{plot}")
     assert len(page.find_elements(By.CSS_SELECTOR, "#histogram .hbar")) > 10
     assert [row[0] for row in rows(page, "#ops")] == ["put", "claim_meta", "get_data", "clear"]
     assert text(page, "#workers .more") == "Show all 130"
@@ -199,11 +210,39 @@ def test_every_part_of_the_page_is_drawn(page: webdriver.Chrome) -> None:
 def test_the_stage_that_holds_everything_up_is_seen_at_a_glance(page: webdriver.Chrome) -> None:
     assert re.match(r"logprob holds everything up: [\d.,k]+ samples wait", text(page, "#flow-says"))
     marked = page.find_elements(By.CSS_SELECTOR, "#flow .node[data-holdup='true']")
-    assert [node.find_element(By.TAG_NAME, "title").get_attribute("textContent") for node in marked] == [
-        "logprob"
-    ]
+    assert [node.get_attribute("data-name") for node in marked] == ["logprob"]
+    title = marked[0].find_element(By.TAG_NAME, "title").get_attribute("textContent")
+    assert title == "logprob: claims samples with reward_values"
     rates = [node.text for node in page.find_elements(By.CSS_SELECTOR, "#flow .rate") if node.text]
     assert len(rates) == 4 and all(rate.endswith("/s") for rate in rates)
+
+
+def test_the_stages_of_the_flow_stand_in_the_order_in_which_the_data_passes(page: webdriver.Chrome) -> None:
+    nodes = page.find_elements(By.CSS_SELECTOR, "#flow .node")
+    across = sorted(nodes, key=lambda node: node.find_element(By.CSS_SELECTOR, ".box").location["x"])
+    names = [node.get_attribute("data-name") for node in across]
+    assert names[0] == "Producers" and names[2:] == ["reward", "logprob", "train", "Cleared"]
+
+
+def test_the_share_of_a_training_step_and_ones_own_numbers_are_shown(page: webdriver.Chrome) -> None:
+    says = r"step \d+: 40% of a step in the plane \(waiting 30%, round trips 7.5%, bytes 2.5%\); 900 tokens/s"
+    until(lambda: re.fullmatch(says, text(page, "#steps-says")), "the share of the steps")
+    assert rows(page, "#step-ops") == [["claim_meta", "2", "40%", "30%", "7.5%", "2.5%"]]
+    assert text(page, "#scalar-name") == "reward"
+    for plot in ("steps", "scalar"):
+        until_painted(page, f"#plot-{plot}")
+
+
+def test_what_a_flow_policy_has_done_is_shown_by_reason(page: webdriver.Chrome) -> None:
+    until(lambda: rows(page, "#policies"), "the policies")
+    (policy,) = rows(page, "#policies")
+    assert policy == ["rollouts", "ready_first", "7", "2", "640", "24", "16 stale · 3 timeout", "2 cancelled"]
+
+
+def test_the_bytes_of_a_tree_are_shown_by_leaf(page: webdriver.Chrome) -> None:
+    until(lambda: len(rows(page, "#fields")) == 4, "the fields")
+    fields = [row[1] for row in rows(page, "#fields")]
+    assert fields == ["mm.pixel_values", "mm.pixel_values", "tokens", "tokens"]
 
 
 def test_it_updates_by_itself(page: webdriver.Chrome) -> None:
@@ -230,7 +269,7 @@ def test_names_and_messages_are_shown_and_never_run(page: webdriver.Chrome) -> N
         EVIL,
     )
     until(lambda: "<script" in text(page, "#flow"), "the flow of the partition")
-    assert page.title == "pictured-run · rlplane"
+    assert page.title == "simulated-run · rlplane"
     assert page.find_elements(By.CSS_SELECTOR, "main img, main script") == []
 
 
@@ -373,8 +412,8 @@ def test_a_token_opens_the_page_and_its_events_and_nothing_else_does(
 
 
 def test_at_the_end_the_report_is_one_link_away(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    run = PicturedRun(run_id="the end", started_ns=time.time_ns() - 10**10)
-    with PictureServer(f"ipc://{tmp_path}/s.sock") as server:
+    run = SimulatedRun(run_id="the end", started_ns=time.time_ns() - 10**10)
+    with SnapshotServer(f"ipc://{tmp_path}/s.sock") as server:
         server.publish(run.step())
         served = Dash(server.address, "--port", "0")
         try:
@@ -392,6 +431,33 @@ def test_at_the_end_the_report_is_one_link_away(browser: webdriver.Chrome, tmp_p
         finally:
             served.stop()
             browser.get("about:blank")
+
+
+def test_a_finished_run_of_this_machine_stands_beside_the_live_one(
+    browser: webdriver.Chrome, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = SimulatedRun(run_id="yesterday", workers=2)
+    directory = tmp_path / "runs" / "yesterday"
+    directory.mkdir(parents=True)
+    final = msgspec.json.encode(earlier.step(10.0, SessionState.COMPLETE))
+    (directory / "final_snapshot.json").write_bytes(final)
+    monkeypatch.chdir(tmp_path)
+    served = Dash(publisher.server.address, "--port", "0")
+    try:
+        browser.get(served.address)
+        until(lambda: text(browser, "#link-text") == "live", "the page going live")
+        until(lambda: "yesterday" in text(browser, "#run-picker"), "the finished run in the picker")
+        assert not one(browser, "#beside-panel").is_displayed()
+        Select(one(browser, "#run-picker")).select_by_value("yesterday")
+        until(lambda: one(browser, "#beside-panel").is_displayed(), "the two runs side by side")
+        assert text(browser, "#beside thead") == "simulated-runyesterday"
+        figures = {name: values for name, *values in rows(browser, "#beside")}
+        assert figures["state"] == ["LIVE", "COMPLETE"]
+        assert figures["share of a training step in the plane"] == ["40%", "40%"]
+        report = httpx.get(f"{served.address}report/yesterday.html", trust_env=False)
+        assert report.status_code == 200 and "Run yesterday: COMPLETE" in report.text
+    finally:
+        served.stop()
 
 
 def test_the_page_can_be_opened_before_there_is_a_run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integration.demo_process import DemoProcess
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 Start = Callable[..., DemoProcess]
 
@@ -42,12 +42,17 @@ def check_complete(demo: DemoProcess, steps: int) -> Path:
     demo.wait_until_nothing_is_left()
     run_dir = Path(summary["run_dir"])
     report = json.loads((run_dir / "report.json").read_text())
-    assert report["state"] == "COMPLETE" and report["complete"]
+    assert report["state"] == "COMPLETE"
+    # What a killed worker measured last is missing, and the report says so.
+    assert report["complete"] != bool(summary["deaths"])
     assert "Mean reward" in (run_dir / "report.html").read_text()
     assert (run_dir / "reward.svg").read_text().startswith("<svg xmlns=")
     assert "nothing was lost" in (run_dir / "report.txt").read_text()
     trace = json.loads((run_dir / "trace.json").read_text())
-    assert {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"} >= {"put", "claim_meta"}
+    operations = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {operation["name"] for operation in operations} >= {"put", "claim_meta"}
+    by_the_job = [op["args"] for op in operations if op["args"].get("task") == "watch"]
+    assert by_the_job and not [claim for claim in by_the_job if claim["status"] == "timeout"]
     steps_said = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
     assert steps_said == list(range(1, steps + 1))
     return run_dir
@@ -70,6 +75,12 @@ def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
     assert "rlplane top" in demo.stderr and "rlplane dash" in demo.stderr
     dropped = [json.loads(line) for line in (run_dir / "dropped.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
+    (stale,) = (
+        series
+        for series in report["series"]
+        if series["name"] == "staleness" and series["labels"] == {"partition": "rollouts", "task": "train"}
+    )
+    assert (stale["count"], stale["mean"]) == (summary["claimed"], pytest.approx(summary["staleness"]))
     for reason in ("too old", "no reward variance"):
         groups = [line for line in dropped if line["reason"] == reason]
         assert 8 * len(groups) == summary["books"]["cleared"][reason]
@@ -94,9 +105,18 @@ def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start
     assert summary["books"]["balanced"] and summary["books"]["kept"] > 0
     demo.wait_until_nothing_is_left()
     run_dir = Path(summary["run_dir"])
-    assert json.loads((run_dir / "report.json").read_text())["state"] == "INTERRUPTED"
+    first = json.loads((run_dir / "report.json").read_text())
+    assert first["state"] == "INTERRUPTED"
     assert "INTERRUPTED" in (run_dir / "report.txt").read_text()
     check_complete(start("--resume", str(run_dir)), 8)
+    both = json.loads((run_dir / "report.json").read_text())
+    assert (both["run_id"], both["started_ns"]) == (first["run_id"], first["started_ns"])
+    assert both["elapsed_s"] > first["elapsed_s"]
+    assert sum(point["seconds"] for point in both["timeline"]) == pytest.approx(both["elapsed_s"], rel=0.05)
+    for name in ("ops", "op_bytes", "samples_written", "samples_cleared"):
+        assert both["totals"][name] > first["totals"][name] > 0
+    written = next(part["written"] for part in both["partitions"] if part["partition"] == "rollouts")
+    assert written == json.loads((run_dir / "summary.json").read_text())["books"]["written"]
     assert start("--resume", str(run_dir)).finish()[0] == 2
 
 
@@ -107,38 +127,45 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
     code, summary = demo.finish()
     assert code == 130, demo.stderr
     assert summary["state"] == "INTERRUPTED"
+    has_begun = summary["books"] is not None
+    assert ("to go on: " if has_begun else "before the trainer had begun") in demo.stderr
     demo.wait_until_nothing_is_left()
 
 
 def test_workers_that_are_killed_are_replaced_and_no_sample_is_lost(start: Start) -> None:
-    demo = start("--steps", "12", "--chaos", "--chaos-every", "3")
+    demo = start("--steps", "12", "--chaos", "--chaos-every", "1")
     run_dir = check_complete(demo, 12)
-    deaths = json.loads((run_dir / "summary.json").read_text())["deaths"]
-    assert deaths
-    for death in deaths:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["deaths"] and summary["service_deaths"]
+    for death in summary["service_deaths"]:
+        assert f"killed the control service (process {death['pid']})" in demo.stderr
+    for death in summary["deaths"]:
         assert f"killed {death['worker']} (process {death['pid']})" in demo.stderr
         assert death["worker"] in (run_dir / "report.txt").read_text()
         assert (run_dir / f"{death['replaced_by']}.log").exists()
 
 
 def test_a_trainer_that_dies_ends_the_run_as_failed_and_leaves_nothing(start: Start) -> None:
-    demo = start("--steps", "50")
-    demo.wait_for("step    5/50")
-    os.kill(child_that_publishes_weights(demo), signal.SIGKILL)
+    demo = start("--steps", "12")
+    demo.wait_for("step    1/12")
+    os.kill(process_of("train-0", demo), signal.SIGKILL)
     code, summary = demo.finish()
     assert code == 4 and not summary
     assert "train-0 ended with exit code -9" in demo.stderr
     demo.wait_until_nothing_is_left()
 
 
-def child_that_publishes_weights(demo: DemoProcess) -> int:
-    """The first worker that was started."""
-    return min(pid for pid, command in demo.processes().items() if "rlplane.cli.demo.workers" in command)
+def process_of(worker: str, demo: DemoProcess) -> int:
+    """The process that writes the log of this worker."""
+    (found,) = [
+        pid for pid in demo.processes() if os.readlink(f"/proc/{pid}/fd/2").endswith(f"/{worker}.log")
+    ]
+    return found
 
 
 def test_when_the_job_itself_is_killed_everything_else_ends_too(start: Start) -> None:
-    demo = start("--steps", "50")
-    demo.wait_for("step    5/50")
+    demo = start("--steps", "12")
+    demo.wait_for("step    1/12")
     assert len(demo.processes()) >= 6
     demo.process.kill()
     demo.process.wait()

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from rlplane.metrics.discovery import RunInfo, list_runs
-from rlplane.metrics.events import OpRecord, SampleLife, SessionEvent
+from rlplane.metrics.event_publisher import EventPublisherService
+from rlplane.metrics.events import OpRecord, SampleEvent, SessionEvent
 from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME, read_final_snapshot
-from rlplane.metrics.sender import EventSender
 from rlplane.metrics.snapshot import MetricsSnapshot, SessionState
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 from rlplane.report import find_report
@@ -53,7 +53,7 @@ class Aggregator:
         os.close(write_end)
         with os.fdopen(read_end, "rb") as ready:
             self.info = msgspec.json.decode(ready.readline(), type=RunInfo)
-        self.sender = EventSender(self.info.events_address, "w0")
+        self.sender = EventPublisherService(self.info.events_address, "w0")
         self.viewer = MetricsSnapshotSubscriber(self.info.snapshot_address)
 
     @property
@@ -136,7 +136,7 @@ def test_sigterm_while_live_keeps_every_event_that_was_sent(start: Start) -> Non
 
 def test_sigterm_while_draining_leaves_an_interrupted_file(start: Start, tmp_path: Path) -> None:
     aggregator = start("--drain-timeout", "0", program=[str(script(tmp_path, SLOW_TRIGGER))])
-    aggregator.sender.record(SampleLife(kind="written", partition_id="p", sample_ids=["a"], time_ns=1))
+    aggregator.sender.record(SampleEvent(kind="written", partition_id="p", sample_ids=["a"], time_ns=1))
     aggregator.session("ENDED")
     aggregator.wait_for(lambda s: s.state is SessionState.DRAINING, "DRAINING")
     aggregator.process.terminate()
@@ -184,7 +184,7 @@ class Service(aggregator.MetricsAggregatorService):
         super().__init__(*args, **options)
         async def for_ever(step):
             await asyncio.Event().wait()
-        self.ledger.table.add_trigger("written", for_ever)
+        self.run_state.table.add_trigger("written", for_ever)
 
 aggregator.MetricsAggregatorService = Service
 sys.exit(aggregator.main())
@@ -219,7 +219,7 @@ def test_a_drain_that_takes_too_long_ends_complete_with_what_was_pending(
     start: Start, tmp_path: Path
 ) -> None:
     aggregator = start("--drain-timeout", "0.2", program=[str(script(tmp_path, SLOW_TRIGGER))])
-    aggregator.sender.record(SampleLife(kind="written", partition_id="p", sample_ids=["a"], time_ns=1))
+    aggregator.sender.record(SampleEvent(kind="written", partition_id="p", sample_ids=["a"], time_ns=1))
     aggregator.session("ENDED")
     final = aggregator.final()
     assert (final.state, final.n_pending_tasks) == (SessionState.COMPLETE, 1)
@@ -230,7 +230,7 @@ def test_a_drain_that_takes_too_long_ends_complete_with_what_was_pending(
 
 def test_events_that_arrive_after_the_end_was_announced_still_count(start: Start) -> None:
     aggregator = start()
-    other = EventSender(aggregator.info.events_address, "late")
+    other = EventPublisherService(aggregator.info.events_address, "late")
     try:
         aggregator.session("ENDED")
         aggregator.wait_for(lambda s: s.state is SessionState.DRAINING, "DRAINING")
@@ -248,13 +248,13 @@ def test_events_that_arrive_after_the_end_was_announced_still_count(start: Start
 JOB = """
 import subprocess, sys, time, os
 from rlplane.metrics.events import OpRecord, SessionEvent
-from rlplane.metrics.sender import EventSender
+from rlplane.metrics.event_publisher import EventPublisherService
 
 out = sys.argv[1]
 address = f"ipc://{out}.sock"
 child = subprocess.Popen([sys.executable, "-m", "rlplane.metrics.aggregator", "--out", out, "--run-id", "run",
                           "--events-address", address, "--parent-pid", str(os.getpid())])
-sender = EventSender(address, "job")
+sender = EventPublisherService(address, "job")
 try:
     for number in range(100):
         sender.record(OpRecord("put", "p", 1, 1, 1, 0))
@@ -342,6 +342,7 @@ def test_a_disk_that_takes_nothing_more_does_not_stop_the_publication(start: Sta
     resource.prlimit(aggregator.process.pid, resource.RLIMIT_FSIZE, (0, 0))
     aggregator.operations(1000)
     aggregator.session("ENDED")
+    aggregator.sender.close()
     final = aggregator.viewer.wait_for_complete(60.0)
     assert aggregator.process.wait(60) == 0
     assert final is not None

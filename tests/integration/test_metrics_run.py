@@ -19,10 +19,10 @@ import zmq
 from rlplane.errors import PlaneConnectionError
 from rlplane.metrics.aggregator import AggregatorHandle, start_aggregator
 from rlplane.metrics.discovery import list_runs
+from rlplane.metrics.event_logger import snapshot_from_event_log
+from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE
 from rlplane.metrics.events import SessionEvent
-from rlplane.metrics.journal import snapshot_from_journal
 from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME, read_final_snapshot
-from rlplane.metrics.sender import METRICS_ADDRESS_VARIABLE
 from rlplane.metrics.snapshot import MetricsSnapshot, SessionState
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 from rlplane.report import Report, find_report, render_html, render_text
@@ -104,13 +104,15 @@ def test_four_workers_of_which_one_is_killed_give_one_exact_report(
         finish(workers[name])
     report = handle.finish()
 
-    assert report.complete
+    # Nobody can know whether w3 had more to say when it was killed.
+    assert not report.complete
+    assert any("last events of 1 workers never came (w3)" in warning for warning in report.warnings)
     assert report.exact
     assert report.source == "published"
     assert report.totals["ops"] == 4 * 1170
     assert report.totals["samples_written"] == 4 * 600
     assert report.totals["samples_cleared"] == 4 * 540
-    assert report.totals["samples_failed"] == 4 * 15
+    assert report.totals["tracked_samples_failed"] == 4 * 15
     assert report.n_never_cleared == 4 * 60
     assert report.totals.get("batches_lost", 0) == 0
     states = {worker.worker: worker.state for worker in report.workers}
@@ -118,23 +120,23 @@ def test_four_workers_of_which_one_is_killed_give_one_exact_report(
     assert states["w3"] != "gone", "a killed worker never said goodbye"
 
     # The same figures, counted again offline by the same code, and by other, simpler code.
-    assert handle.journal_path is not None
-    offline = Report.from_snapshot(snapshot_from_journal(handle.journal_path))
+    assert handle.event_log_path is not None
+    offline = Report.from_snapshot(snapshot_from_event_log(handle.event_log_path))
     assert offline.figures() == report.figures()
-    check_by_hand(handle.journal_path, report)
+    check_by_hand(handle.event_log_path, report)
     stored = read_final_snapshot(tmp_path / "out" / FINAL_SNAPSHOT_NAME)
     assert Report.from_snapshot(stored).figures() == report.figures()
     assert "COMPLETE" in render_text(report)
     assert "<svg" in render_html(report)
 
 
-def check_by_hand(journal: Path, report: Report) -> None:
+def check_by_hand(event_log: Path, report: Report) -> None:
     """Compute the report's figures from the lines, with nothing but lists and sorting."""
     walls: dict[tuple[str, ...], list[int]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     written: dict[str, int] = {}
     waits: list[int] = []
-    for line in journal.read_text().splitlines():
+    for line in event_log.read_text().splitlines():
         record = json.loads(line)
         if record["type"] == "op":
             walls[record["op"],].append(record["wall_ns"])
@@ -255,7 +257,10 @@ def test_a_final_file_of_another_run_is_not_taken_for_this_ones(
     assert report.totals["ops"] == 78
 
 
-def test_the_address_is_in_the_environment_and_the_run_is_listed_while_it_goes_on(tmp_path: Path) -> None:
+def test_the_address_is_in_the_environment_and_the_run_is_listed_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(METRICS_ADDRESS_VARIABLE)
     assert METRICS_ADDRESS_VARIABLE not in os.environ
     with start_aggregator(out_dir=tmp_path) as handle:
         assert os.environ[METRICS_ADDRESS_VARIABLE] == handle.events_address

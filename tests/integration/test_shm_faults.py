@@ -11,25 +11,32 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tests.integration import shm_workers as workers
 from tests.integration.shm_workers import FIELDS, batch, is_whole, kill, start, wait_until
 
-from rlplane.adapters.local import client as client_module
-from rlplane.adapters.local import wire
-from rlplane.adapters.local.doctor import clean, inspect
-from rlplane.adapters.local.planedir import PlaneDir, left_overs
-from rlplane.adapters.local.stream import message
+from rlplane.adapters.local.shm import ShmDataPlaneClient
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
+from rlplane.service import protocol as wire
+from rlplane.service.connection import SocketConnection
+from rlplane.service.framing import message
+from rlplane.service.sockets import connect as connect_socket
+from rlplane.storage import copying, layout
+from rlplane.storage.shm import client as shm_client
+from rlplane.storage.shm.directory import PlaneDirectory, stale_planes
+from rlplane.storage.shm.doctor import clean, inspect
+from rlplane.storage.shm.mapping import Segments
 
 
 @pytest.fixture
@@ -37,13 +44,14 @@ def plane():
     client = build_data_plane_client(load_config("shm", {"global_segment_size": "256 MiB"}))
     client.register_partition("flow", FIELDS, 10**9, ["train"])
     yield client
+    assert isinstance(client, ShmDataPlaneClient) and client.controller_address is not None
     path = Path(client.controller_address.removeprefix("shm://"))
     client.close()
     assert not path.exists()
 
 
 def wait_for_clients(plane, number):
-    wait_until(lambda: plane.arena_status()["clients"] == number)
+    wait_until(lambda: plane.service_status()["clients"] == number)
 
 
 STEPS = [
@@ -58,12 +66,12 @@ STEPS = [
 def test_a_put_that_is_killed_before_its_commit_never_appears(plane, step):
     ids = [f"lost-{row}" for row in range(64)]
     process = start(workers.die_while_putting, plane.controller_address, step, ids)
-    process.join(20)
+    process.join(120)
     assert process.exitcode == -signal.SIGKILL
     wait_for_clients(plane, 1)
     assert plane.list_sample_ids("flow") == []
-    status = plane.arena_status()
-    assert (status["used"], status["reserved"], status["leases"]) == (0, 0, 0)
+    status = plane.service_status()
+    assert (status["storage"]["used"], status["reserved"], status["leases"]) == (0, 0, 0)
 
 
 def test_a_put_that_is_killed_after_its_commit_is_there_whole(plane):
@@ -79,7 +87,7 @@ def test_claims_of_a_dead_worker_go_to_the_front_of_the_queue_in_their_order(pla
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.claim_and_wait, plane.controller_address, ready, 8)
-    assert ready.get(timeout=20) == ids[:8]
+    assert ready.get(timeout=120) == ids[:8]
     assert plane.claim_meta("flow", "train", ["a"], 4).sample_ids == ids[8:12]
     kill(process)
     wait_for_clients(plane, 1)
@@ -92,7 +100,7 @@ def test_what_a_dead_worker_had_written_to_is_not_handed_out_again(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.claim_and_wait, plane.controller_address, ready, 8, "write")
-    ready.get(timeout=20)
+    ready.get(timeout=120)
     kill(process)
     wait_for_clients(plane, 1)
     assert plane.claim_meta("flow", "train", ["a"], 8).sample_ids == ids[4:]
@@ -101,7 +109,7 @@ def test_what_a_dead_worker_had_written_to_is_not_handed_out_again(plane):
 def test_a_claim_that_a_dead_worker_waited_in_takes_nothing_with_it(plane):
     ready = workers.context.Queue()
     process = start(workers.wait_in_a_claim, plane.controller_address, ready)
-    ready.get(timeout=20)
+    ready.get(timeout=120)
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
     kill(process)
     wait_for_clients(plane, 1)
@@ -115,14 +123,14 @@ def test_the_leases_of_a_dead_reader_are_returned(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.read_and_hold, plane.controller_address, ready, ids)
-    assert ready.get(timeout=20) == int(batch(ids)["b"].sum())
+    assert ready.get(timeout=120) == int(batch(ids)["b"].sum())
     plane.clear_samples(ids, "flow")
-    held = plane.arena_status()
-    assert held["leases"] == 1 and held["used"] - held["reserved"] > 0
+    held = plane.service_status()
+    assert held["leases"] == 1 and held["storage"]["used"] - held["reserved"] > 0
     kill(process)
     wait_for_clients(plane, 1)
-    status = plane.arena_status()
-    assert status["leases"] == 0 and status["used"] == status["reserved"]
+    status = plane.service_status()
+    assert status["leases"] == 0 and status["storage"]["used"] == status["reserved"]
 
 
 def test_nothing_committed_is_lost_or_changed_while_workers_die_under_load(plane, tmp_path):
@@ -146,7 +154,7 @@ def test_nothing_committed_is_lost_or_changed_while_workers_die_under_load(plane
     assert [process.exitcode for process in consumers] == [None] * 3
     stop.touch()
     for process in consumers:
-        process.join(20)
+        process.join(120)
         assert process.exitcode == 0
     committed = set(put_log.read_text().split())
     lines = [line.split() for line in read_log.read_text().splitlines()]
@@ -157,50 +165,55 @@ def test_nothing_committed_is_lost_or_changed_while_workers_die_under_load(plane
     # A producer that was killed between its commit and its note leaves at most one batch beyond.
     assert len(read - committed) <= 8 * 4
     wait_for_clients(plane, 1)
-    status = plane.arena_status()
-    assert status["leases"] == 0 and status["used"] == status["reserved"] and status["samples"] == 0
+    status = plane.service_status()
+    assert (
+        status["leases"] == 0 and status["storage"]["used"] == status["reserved"] and status["samples"] == 0
+    )
 
 
-def test_every_client_hears_at_once_that_the_controller_was_killed(plane):
+def test_every_client_hears_at_once_that_a_service_which_does_not_come_back_was_killed():
+    plane = ShmDataPlaneClient(load_config("shm", {"reconnect_timeout_s": 0}))
+    plane.register_partition("flow", FIELDS, 10**9, ["train"])
     ready = workers.context.Queue()
     waiting = [start(workers.wait_in_a_claim, plane.controller_address, ready) for _ in range(3)]
     for _ in waiting:
-        assert ready.get(timeout=20) is True
+        assert ready.get(timeout=120) is True
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 3)
-    os.kill(plane._process.pid, signal.SIGKILL)
+    os.kill(plane.service_status()["pid"], signal.SIGKILL)
     for _ in waiting:
-        assert ConnectionError in ready.get(timeout=20)
+        assert ConnectionError in ready.get(timeout=120)
     with pytest.raises(ConnectionError, match="has ended or died"):
         plane.list_sample_ids("flow")
     for process in waiting:
-        process.join(20)
-    assert not Path(plane.controller_address.removeprefix("shm://")).exists()
+        process.join(120)
+    assert not Path(str(plane.controller_address).removeprefix("shm://")).exists()
+    plane.close()
 
 
-def test_the_next_start_removes_what_a_killed_controller_left(plane):
+def test_the_next_start_removes_what_a_killed_service_left(plane):
     process = start(workers.bootstrap_and_wait, ready := workers.context.Queue())
-    address, controller = ready.get(timeout=20)
+    address, service = ready.get(timeout=120)
     path = Path(address.removeprefix("shm://"))
     os.kill(process.pid, signal.SIGSTOP)  # so that it cannot clean up
-    os.kill(controller, signal.SIGKILL)
-    wait_until(lambda: path in left_overs())
+    os.kill(service, signal.SIGKILL)
+    wait_until(lambda: path in stale_planes())
     assert any(check.status == "warning" and path.name in check.detail for check in inspect())
     other = build_data_plane_client(load_config("shm"))
     assert not path.exists()
     other.close()
     os.kill(process.pid, signal.SIGKILL)
-    process.join(10)
+    process.join(120)
     assert clean() == []
 
 
-def test_the_death_of_the_bootstrap_process_ends_the_controller():
+def test_the_death_of_the_bootstrap_process_ends_the_service():
     process = start(workers.bootstrap_and_wait, ready := workers.context.Queue())
-    address, controller = ready.get(timeout=20)
+    address, service = ready.get(timeout=120)
     worker = workers.connect(address)
     kill(process)
     path = Path(address.removeprefix("shm://"))
     wait_until(lambda: not path.exists())
-    wait_until(lambda: not Path(f"/proc/{controller}").exists() or _is_zombie(controller))
+    wait_until(lambda: not Path(f"/proc/{service}").exists() or _is_zombie(service))
     with pytest.raises(ConnectionError):
         worker.list_sample_ids("flow")
     worker.close()
@@ -213,7 +226,7 @@ def _is_zombie(pid):
 def test_a_stopped_client_holds_up_nobody(plane):
     ready = workers.context.Queue()
     process = start(workers.wait_in_a_claim, plane.controller_address, ready)
-    ready.get(timeout=20)
+    ready.get(timeout=120)
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
     os.kill(process.pid, signal.SIGSTOP)
     plane.register_partition("other", ["a"], 10**9, ["train"])
@@ -226,8 +239,28 @@ def test_a_stopped_client_holds_up_nobody(plane):
     os.kill(process.pid, signal.SIGCONT)
     ids = [f"s{row}" for row in range(64)]
     plane.put_samples(ids, "flow", batch(ids))
-    assert ready.get(timeout=20) == "claimed"
-    process.join(10)
+    assert ready.get(timeout=120) == "claimed"
+    process.join(120)
+
+
+def test_leases_that_are_released_while_the_service_is_stopped_arrive_although_the_client_stays_idle(plane):
+    """More than its socket holds. Nothing is asked any more by the client that has released them."""
+    plane.put_samples(["s0"], "flow", batch(["s0"]))
+    idle = workers.connect(plane.controller_address)
+    link = idle._link()
+    leases = [link.request(wire.Locate("flow", ["s0"], ["a"]), wire.Located).lease for _ in range(3000)]
+    assert plane.service_status()["leases"] == 3000
+    service = plane.service_status()["pid"]
+    os.kill(service, signal.SIGSTOP)
+    try:
+        for lease in leases:
+            link.connection.release(lease)
+    finally:
+        os.kill(service, signal.SIGCONT)
+    wait_until(lambda: plane.service_status()["leases"] == 0)
+    assert plane.service_status()["clients"] == 2
+    idle.close()
+    wait_for_clients(plane, 1)
 
 
 def test_a_slow_reader_delays_only_the_recycling_of_what_it_reads(plane):
@@ -235,14 +268,15 @@ def test_a_slow_reader_delays_only_the_recycling_of_what_it_reads(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.read_and_hold, plane.controller_address, ready, ids)
-    ready.get(timeout=20)
+    ready.get(timeout=120)
     plane.clear_samples(ids, "flow")
-    held = plane.arena_status()["used"]
+    held = plane.service_status()["storage"]["used"]
     for step in range(50):
         more = [f"{step}-{row}" for row in range(256)]
         plane.put_samples(more, "flow", batch(more))
         plane.clear_samples(more, "flow")
-    assert plane.arena_status()["used"] <= 2 * held + plane.arena_status()["reserved"]
+    status = plane.service_status()
+    assert status["storage"]["used"] <= 2 * held + status["reserved"]
     kill(process)
 
 
@@ -260,25 +294,36 @@ def test_the_directory_is_0700_and_what_is_in_it_0600(plane):
 def attacked():
     client = build_data_plane_client(load_config("shm"))
     client.register_partition("flow", FIELDS, 10**9, ["train"])
-    with knock(client) as attacker:
-        yield client, attacker
+    yield client
     client.close()
 
 
 def knock(client):
-    """A bare socket to the controller, as anybody with the same user could open one."""
-    attacker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """A bare socket to the service, as anybody with the same user could open one."""
+    attacker = connect_socket(PlaneDirectory.at(client.controller_address).socket)
     attacker.settimeout(20)
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            attacker.connect(PlaneDir.at(client.controller_address).control)
-            break
-        except BlockingIOError:
-            # More are knocking than the kernel keeps waiting.
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
     return attacker
+
+
+def introduce(client, /, **hello):
+    """A bare socket that has introduced itself: as a new client, or as a channel of one."""
+    attacker = knock(client)
+    attacker.sendall(message(0, wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "", **hello))))
+    return attacker
+
+
+def channel_of(client):
+    connection = client._link().connection
+    return introduce(client, client=connection.client, secret=connection._secret)
+
+
+# As whom the attacker speaks: unknown, as a client over its lifeline, or as a client over a channel.
+ENTRANCES: dict[str, Callable[[Any], socket.socket]] = {
+    "unknown": knock,
+    "lifeline": introduce,
+    "channel": channel_of,
+}
+entrances = pytest.mark.parametrize("entrance", list(ENTRANCES))
 
 
 def check_service(client):
@@ -288,44 +333,44 @@ def check_service(client):
     client.clear_samples(ids, "flow")
 
 
-def test_100_000_random_frames_are_refused_and_service_goes_on(attacked):
-    client, attacker = attacked
+@entrances
+def test_100_000_random_frames_are_refused_and_service_goes_on(attacked, entrance):
     noise = random.Random(3)
-    for number in range(100_000):
-        attacker.sendall(message(noise.randrange(2**64), noise.randbytes(noise.randrange(64))))
-        if number % 10_000 == 0:
-            check_service(client)
-    check_service(client)
+    for _ in range(10):
+        # Anew each time: who does not introduce itself is hung up on after a while.
+        with ENTRANCES[entrance](attacked) as attacker:
+            for _ in range(10_000):
+                attacker.sendall(message(noise.randrange(2**64), noise.randbytes(noise.randrange(64))))
+            check_service(attacked)
 
 
-def test_random_bytes_that_are_not_even_frames_are_refused_and_service_goes_on(attacked):
-    client, _ = attacked
+@entrances
+def test_random_bytes_that_are_not_even_frames_are_refused_and_service_goes_on(attacked, entrance):
     noise = random.Random(4)
     for number in range(2_000):
-        with knock(client) as attacker, contextlib.suppress(BrokenPipeError):
+        with ENTRANCES[entrance](attacked) as attacker, contextlib.suppress(OSError):
             for _ in range(noise.randrange(4)):
                 # Every other one begins with a length that is small enough to be believed.
                 length = noise.randrange(99).to_bytes(4, "little") if number % 2 else b""
                 attacker.sendall(length + noise.randbytes(noise.randrange(64)))
         if number % 200 == 0:
-            check_service(client)
-    check_service(client)
+            check_service(attacked)
+    check_service(attacked)
 
 
 def test_who_sends_requests_and_never_reads_the_answers_fills_no_memory(attacked):
-    client, _ = attacked
     ids = [f"a-long-name-of-a-sample-{row}" for row in range(1_000)]
-    client.put_samples(ids, "flow", batch(ids))
-    ask = message(1, wire.encode(wire.Envelope(client._link().connection.owner, wire.ListIds("flow"))))
-    with knock(client) as attacker:
+    attacked.put_samples(ids, "flow", batch(ids))
+    ask = message(1, wire.encode(wire.Envelope(wire.ListIds("flow"))))
+    with channel_of(attacked) as attacker:
         attacker.settimeout(2)
-        controller = psutil.Process(client._process.pid)
-        before = controller.memory_info().rss
+        service = psutil.Process(attacked._supervisor.pid)
+        before = service.memory_info().rss
         with contextlib.suppress(TimeoutError):
             attacker.sendall(ask * 100_000)  # each answer is a thousand times as long
-        check_service(client)
-        assert controller.memory_info().rss - before < 2**26
-    client.clear_samples(ids, "flow")
+        check_service(attacked)
+        assert service.memory_info().rss - before < 2**26
+    attacked.clear_samples(ids, "flow")
 
 
 PLAIN = st.recursive(
@@ -333,55 +378,62 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=12,
 )
+REQUESTS = [kind.__name__ for kind in get_args(wire.Request)]
+NOTICES = [kind.__name__ for kind in (wire.Release, wire.Abandon, wire.Goodbye)]
 
 
-@given(st.lists(PLAIN, max_size=10), st.sampled_from([type_.__name__ for type_ in wire.Request.__args__]))
-@settings(max_examples=300, deadline=None)
-def test_frames_that_look_like_requests_are_refused_and_service_goes_on(attacked, parts, name):
-    client, attacker = attacked
-    owner = client._link().connection.owner
-    if name != "Shutdown":  # which is the one request that is meant to end it
-        attacker.sendall(message(1, msgspec.msgpack.encode([owner, [name, *parts]])))
-    attacker.sendall(message(1, msgspec.msgpack.encode([10**6, [name, *parts]])))
-    while select.select([attacker], [], [], 0)[0]:
-        attacker.recv(2**20)
-    client.check_consumption_status("flow", ["train"])
+@entrances
+@given(st.lists(PLAIN, max_size=10), st.sampled_from(REQUESTS), st.sampled_from(NOTICES))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_frames_that_look_like_messages_are_refused_and_service_goes_on(
+    attacked, entrance, parts, request_, notice
+):
+    with ENTRANCES[entrance](attacked) as attacker, contextlib.suppress(ConnectionError):
+        if request_ != "Shutdown":  # which is the one request that is meant to end it
+            attacker.sendall(message(1, msgspec.msgpack.encode([[request_, *parts]])))
+            attacker.sendall(message(1, msgspec.msgpack.encode([[request_, *parts], parts, parts])))
+        attacker.sendall(message(0, msgspec.msgpack.encode([notice, *parts])))
+        attacker.sendall(message(0, msgspec.msgpack.encode([wire.PROTOCOL_VERSION, *parts])))
+        while select.select([attacker], [], [], 0)[0] and attacker.recv(2**20):
+            pass
+    attacked.check_consumption_status("flow", ["train"])
 
 
-def test_truncated_and_oversized_requests_are_refused(attacked):
-    client, attacker = attacked
-    body = msgspec.msgpack.encode(wire.Envelope(0, wire.Locate("flow", ["s0"] * 1000, ["a"])))
-    for cut in range(0, len(body), 97):
-        attacker.sendall(message(1, body[:cut]))
-        with knock(client) as hasty:
-            hasty.sendall(message(1, body)[:cut])
-    check_service(client)
-    with knock(client) as boaster:
+@entrances
+def test_truncated_and_oversized_messages_are_refused(attacked, entrance):
+    enter = ENTRANCES[entrance]
+    body = wire.encode(wire.Envelope(wire.Locate("flow", ["s0"] * 1000, ["a"])))
+    with enter(attacked) as attacker:
+        for cut in range(0, len(body), 97):
+            attacker.sendall(message(1, body[:cut]))
+            with enter(attacked) as hasty:
+                hasty.sendall(message(1, body)[:cut])
+    check_service(attacked)
+    with enter(attacked) as boaster:
         boaster.sendall((257 * 2**20).to_bytes(4, "little") + bytes(1000))
-        assert boaster.recv(1) == b"", "the controller hangs up"
-    check_service(client)
+        while boaster.recv(100):
+            pass  # until the service hangs up
+    check_service(attacked)
 
 
 def test_a_claim_that_was_interrupted_gives_its_samples_back(plane, monkeypatch):
-    from rlplane.adapters.local.connection import Connection
-
     ids = [f"s{row}" for row in range(8)]
     plane.put_samples(ids, "flow", batch(ids))
-    receive = Connection._receive
+    receive = SocketConnection._receive
 
     def interrupted(self, channel, number, waits_s):
         receive(self, channel, number, waits_s)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "_receive", interrupted)
+        patch.setattr(SocketConnection, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             plane.claim_meta("flow", "train", ["a"], 8)
-    assert plane.claim_meta("flow", "train", ["a"], 8, timeout_s=20).sample_ids == ids
+    assert plane.claim_meta("flow", "train", ["a"], 8, timeout_s=120).sample_ids == ids
 
 
 @pytest.mark.parametrize("how", ["cannot be encoded", "interrupted before it is sent", "sent in part"])
-def test_a_call_that_never_reached_the_controller_does_not_undo_the_claim_before_it(plane, how, monkeypatch):
+def test_a_call_that_never_reached_the_service_does_not_undo_the_claim_before_it(plane, how, monkeypatch):
     ids = [f"s{row}" for row in range(8)]
     plane.put_samples(ids, "flow", batch(ids))
     worker = workers.connect(plane.controller_address)
@@ -391,16 +443,16 @@ def test_a_call_that_never_reached_the_controller_does_not_undo_the_claim_before
             worker.claim_meta("flow", "train", ["a"], 8, where={"a tag": 2**70})
     elif how == "interrupted before it is sent":
         with monkeypatch.context() as patch:
-            patch.setattr("rlplane.adapters.local.connection._Channel.send", interrupt)
+            patch.setattr("rlplane.service.connection._Channel.send", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 worker.get_samples(ids, "flow", ["a"])
     else:
-        # A stopped controller does not read, so a long request fills the socket and no more.
-        os.kill(plane._process.pid, signal.SIGSTOP)
+        # A stopped service does not read, so a long request fills the socket and no more.
+        os.kill(plane._supervisor.pid, signal.SIGSTOP)
         worker._link().connection._ack_timeout_s = 0.5
         with pytest.raises(ConnectionError, match="has not answered"):
             worker.get_samples([f"sample-{row:0100}" for row in range(20_000)], "flow", ["a"])
-        os.kill(plane._process.pid, signal.SIGCONT)
+        os.kill(plane._supervisor.pid, signal.SIGCONT)
         worker._link().connection._ack_timeout_s = 20
     assert worker.get_samples(ids, "flow", ["a"])["a"].tolist() == batch(ids)["a"].tolist()
     assert plane.claim_meta("flow", "train", ["a"], 8, blocking=False).size == 0
@@ -420,7 +472,7 @@ def test_what_a_dead_client_has_finished_is_not_handed_out_again(plane):
         process = start(workers.claim_in_one_thread_and_write_in_another, plane.controller_address, ready)
         assert ready.get(timeout=60) == ids
         kill(process)
-        wait_until(lambda: plane.arena_status()["clients"] == 1)
+        wait_until(lambda: plane.service_status()["clients"] == 1)
         assert plane.claim_meta("flow", "train", ["a"], 8, blocking=False).size == 0
         plane.clear_samples(ids, "flow")
 
@@ -437,18 +489,18 @@ def test_a_claim_that_close_interrupts_is_not_lost_when_it_was_just_answered(pla
     thread = threading.Thread(target=claim)
     thread.start()
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
-    # The put and the close are both there when the controller goes on: the put comes first.
-    os.kill(plane._process.pid, signal.SIGSTOP)
+    # The put and the close are both there when the service goes on: the put comes first.
+    os.kill(plane._supervisor.pid, signal.SIGSTOP)
     putting = threading.Thread(target=lambda: plane.put_samples(ids, "flow", batch(ids)))
     putting.start()
     time.sleep(0.2)
     closing = threading.Thread(target=worker.close)
     closing.start()
     time.sleep(0.2)
-    os.kill(plane._process.pid, signal.SIGCONT)
+    os.kill(plane._supervisor.pid, signal.SIGCONT)
     for ended in (putting, closing, thread):
-        ended.join(20)
-    again = [] if got else plane.claim_meta("flow", "train", ["a"], 8, timeout_s=20).sample_ids
+        ended.join(120)
+    again = [] if got else plane.claim_meta("flow", "train", ["a"], 8, timeout_s=120).sample_ids
     assert sorted(got + again) == ids
 
 
@@ -465,7 +517,7 @@ def test_closing_a_client_ends_its_calls_that_wait_in_other_threads(plane):
     thread.start()
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
     worker.close()
-    thread.join(20)
+    thread.join(120)
     assert failed == [True]
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 0)
 
@@ -475,14 +527,28 @@ class SlowCopies:
 
     def __init__(self, monkeypatch):
         self.begun, self.go, self.done = threading.Event(), threading.Event(), False
-        self._copy_all = client_module.copy_all
-        monkeypatch.setattr(client_module, "copy_all", self.copy_all)
+        self._copy_all = copying.copy_all
+        for module in (layout, shm_client):
+            monkeypatch.setattr(module, "copy_all", self.copy_all)
 
     def copy_all(self, copies):
         self.begun.set()
         assert self.go.wait(20)
         self._copy_all(copies)
         self.done = True
+
+
+def after_reserving(monkeypatch, what):
+    """Call ``what(connection, place)`` when a place was reserved and nothing was written yet."""
+    exchange = SocketConnection.exchange
+
+    def reserve_and_more(self, body, **more):
+        answer = exchange(self, body, **more)
+        if isinstance(answer, wire.Reserved):
+            what(self, answer.place)
+        return answer
+
+    monkeypatch.setattr(SocketConnection, "exchange", reserve_and_more)
 
 
 @pytest.mark.parametrize("call", ["put", "read"])
@@ -507,58 +573,49 @@ def test_closing_a_client_waits_until_another_thread_has_copied(plane, monkeypat
     closing = threading.Thread(target=other.close)
     closing.start()
     time.sleep(0.3)
-    assert closing.is_alive() and plane.arena_status()["clients"] == 2, "its memory is still its own"
+    assert closing.is_alive() and plane.service_status()["clients"] == 2, "its memory is still its own"
     copies.go.set()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive() and copies.done
-    using.join(20)
+    using.join(120)
     if call == "put":
         assert plane.list_sample_ids("flow") in (["there"], ["there", "new"])
     elif not isinstance(ended[0], ConnectionError):
         assert is_whole(["there"], ended[0])
     wait_for_clients(plane, 1)
-    assert plane.arena_status()["leases"] == 0
+    assert plane.service_status()["leases"] == 0
 
 
 def test_a_put_that_was_about_to_copy_when_its_client_was_closed_copies_nothing(plane, monkeypatch):
     other = workers.connect(plane.controller_address)
-    monkeypatch.setattr(client_module.Segments, "back", lambda *_: pytest.fail("it went on"))
-    reserve = client_module.ShmDataPlaneClient._reserve
+    monkeypatch.setattr(Segments, "back", lambda *_: pytest.fail("it went on"))
 
-    def reserve_and_be_closed(self, link, *args):
-        extent = reserve(self, link, *args)
-        closing = threading.Thread(target=self.close)
+    def close(link, place):
+        closing = threading.Thread(target=other.close)
         closing.start()
-        closing.join(20)
-        return extent
+        closing.join(120)
 
-    monkeypatch.setattr(client_module.ShmDataPlaneClient, "_reserve", reserve_and_be_closed)
+    after_reserving(monkeypatch, close)
     with pytest.raises(ConnectionError):
         other.put_samples(["new"], "flow", batch(["new"]))
     wait_for_clients(plane, 1)
-    assert plane.arena_status()["reserved"] == 0 and plane.list_sample_ids("flow") == []
+    assert plane.service_status()["reserved"] == 0 and plane.list_sample_ids("flow") == []
 
 
 def test_memory_that_somebody_removed_before_it_was_filled_goes_back(plane, monkeypatch):
     other = workers.connect(plane.controller_address)
-    reserve = client_module.ShmDataPlaneClient._reserve
-
-    def reserve_and_lose_it(self, link, *args):
-        extent = reserve(self, link, *args)
-        os.unlink(link.connection.directory.segment(extent.segment))
-        return extent
-
-    monkeypatch.setattr(client_module.ShmDataPlaneClient, "_reserve", reserve_and_lose_it)
+    directory = PlaneDirectory.at(plane.controller_address)
+    after_reserving(monkeypatch, lambda link, place: os.unlink(directory.segment(place.at[0])))
     with pytest.raises(ConnectionError, match="somebody removed it"):
         other.put_samples(["new"], "flow", batch(["new"]))
-    status = plane.arena_status()
-    assert status["clients"] == 2 and status["reserved"] == status["used"] == 0
+    status = plane.service_status()
+    assert status["clients"] == 2 and status["reserved"] == status["storage"]["used"] == 0
     other.close()
 
 
 def test_a_signal_handler_may_close_a_client_in_the_middle_of_a_copy(plane, monkeypatch):
     other = workers.connect(plane.controller_address)
-    copy_all = client_module.copy_all
+    copy_all = copying.copy_all
 
     def close_and_copy(copies):
         started = time.monotonic()
@@ -566,7 +623,7 @@ def test_a_signal_handler_may_close_a_client_in_the_middle_of_a_copy(plane, monk
         assert time.monotonic() - started < 10, "it waited for itself"
         copy_all(copies)
 
-    monkeypatch.setattr(client_module, "copy_all", close_and_copy)
+    monkeypatch.setattr(layout, "copy_all", close_and_copy)
     with pytest.raises(ConnectionError):
         other.put_samples(["new"], "flow", batch(["new"]))
     wait_for_clients(plane, 1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from tensordict import TensorDict
 from tests.integration import shm_workers as workers
 from torch.utils.data import DataLoader, Dataset
 
-from rlplane.adapters.local.client import ADDRESS_VARIABLE
+from rlplane.adapters.local.shm import ShmDataPlaneClient
 from rlplane.config import load_config
 from rlplane.errors import ClientClosedError
 from rlplane.factory import build_data_plane_client
+from rlplane.interfaces import ADDRESS_VARIABLE
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_what_was_read_before_a_fork_stays_right_in_the_child(plane):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-class Rows(Dataset):
+class Rows(Dataset[Any]):
     def __init__(self, plane, ids):
         self.plane, self.ids = plane, ids
 
@@ -128,6 +130,18 @@ def test_a_child_process_finds_the_plane_in_its_environment(plane):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "['a']", done.stderr
+
+
+def test_of_two_planes_of_a_process_its_workers_join_the_newest_that_is_open(plane):
+    config = load_config("shm")  # loaded while another plane is there, as by a second job in a notebook
+
+    def address_of_a_worker():
+        with ShmDataPlaneClient(config, bootstrap=False) as worker:
+            return worker.controller_address
+
+    with ShmDataPlaneClient(config) as newer:
+        assert address_of_a_worker() == newer.controller_address
+    assert address_of_a_worker() == plane.controller_address
 
 
 def test_many_threads_share_one_client(plane):
@@ -171,7 +185,7 @@ def test_the_bootstrap_close_ends_the_plane_and_a_workers_close_does_not(plane):
         worker.list_sample_ids("flow")
     other = workers.connect(plane.controller_address)
     path = Path(plane.controller_address.removeprefix("shm://"))
-    controller = plane._process.pid
+    controller = plane._supervisor.pid
     plane.close()
     assert not path.exists() and not Path(f"/proc/{controller}").exists()
     assert ADDRESS_VARIABLE not in os.environ
@@ -185,7 +199,7 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind():
         "import rlplane\n"
         "plane = rlplane.build_data_plane_client(rlplane.load_config('shm'))\n"
         "plane.register_partition('flow', ['x'], 8, ['train'])\n"
-        "print(plane.controller_address, plane._process.pid)"
+        "print(plane.controller_address, plane._supervisor.pid)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     address, controller = done.stdout.split()
@@ -197,8 +211,8 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind():
     assert not Path(address.removeprefix("shm://")).exists()
 
 
-def test_the_controller_loads_no_torch():
-    script = "import sys, rlplane.adapters.local.server; print('torch' in sys.modules)"
+def test_the_service_loads_no_torch():
+    script = "import sys, rlplane.adapters.local.process; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun, PictureServer
 
 
 class Terminal:
@@ -62,11 +62,11 @@ def test_it_lives_in_a_terminal_from_the_first_picture_to_the_report(
     terminal: Terminal, tmp_path: Path
 ) -> None:
     terminal.until(lambda screen: "waiting for the first picture" in screen, "starting")
-    run = PicturedRun(slow_task="logprob", workers=12)
-    with PictureServer(f"ipc://{tmp_path}/s.sock") as server:
+    run = SimulatedRun(slow_task="logprob", workers=12)
+    with SnapshotServer(f"ipc://{tmp_path}/s.sock") as server:
         server.publish(run.step())
         first = terminal.until(lambda screen: "LIVE" in screen and "rollouts" in screen, "the first picture")
-        assert "pictured-run" in first and "claim_meta" in first
+        assert "simulated-run" in first and "claim_meta" in first
         for _ in range(6):
             server.publish(run.step(10.0))
         terminal.until(lambda screen: "up 1m 01s" in screen, "new figures")
@@ -86,8 +86,8 @@ def test_it_lives_in_a_terminal_from_the_first_picture_to_the_report(
 
     # The aggregator is gone; another one comes at the same address.
     terminal.until(lambda screen: "OLD DATA" in screen, "calling it old")
-    again = PicturedRun(run_id="second-run", started_ns=run.started_ns + 1)
-    with PictureServer(f"ipc://{tmp_path}/s.sock") as server:
+    again = SimulatedRun(run_id="second-run", started_ns=run.started_ns + 1)
+    with SnapshotServer(f"ipc://{tmp_path}/s.sock") as server:
         server.publish(again.step())
         terminal.until(lambda screen: "second-run" in screen and "OLD DATA" not in screen, "the restart")
         server.publish(again.step(state=SessionState.COMPLETE))

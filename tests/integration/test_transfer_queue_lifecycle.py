@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import ray
@@ -17,7 +19,10 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
-from rlplane.errors import CheckpointError, ConfigError, PlaneConnectionError, UnsupportedOperationError
+from rlplane.errors import CheckpointError, ConfigError, PlaneConnectionError
+from rlplane.interfaces import DataPlaneConfig
+from rlplane.service.connection import SocketConnection
+from rlplane.storage.checkpoint import FILE_NAME
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -50,7 +55,7 @@ assert os.environ["RLPLANE_CONTROLLER_ADDRESS"] == ray.get_runtime_context().gcs
 client.register_partition("p", ["x"], 4, ["t"])
 client.put_samples(["a", "b"], "p", TensorDict({"x": torch.arange(2.0)}, batch_size=[2]))
 assert client.get_data(client.claim_meta("p", "t", ["x"], 2))["x"].tolist() == [0.0, 1.0]
-pids = [ray.get(client._plane.master.pid.remote()), ray.get(client._plane.control.pid.remote())]
+pids = [ray.get(client._plane.master.pid.remote()), ray.get(client._plane.actor.pid.remote())]
 client.close()
 client.close()
 assert not ray.is_initialized()
@@ -113,8 +118,8 @@ def test_a_bootstrap_process_that_is_killed_takes_its_plane_and_mooncake_with_it
     process = subprocess.Popen(
         [sys.executable, "-c", BOOTSTRAP_AND_WAIT, json.dumps(config)], stdout=subprocess.PIPE, text=True
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         master = int(process.stdout.readline())
         assert alive(master)
     finally:
@@ -130,7 +135,7 @@ def test_a_second_bootstrap_joins_a_plane_of_the_same_config_and_refuses_another
     second.register_partition("p", ["x"], 4, ["t"])
     second.close()
     assert first.list_sample_ids("p") == [], "the close of a client that joined must not end the plane"
-    other = {**first._cfg, "storage_capacity": 200, "num_storage_units": 3}
+    other = cast("DataPlaneConfig", {**first._cfg, "storage_capacity": 200, "num_storage_units": 3})
     with pytest.raises(ConfigError) as refused:
         TQDataPlaneClient(other)
     assert "storage_capacity: it has 100, this config says 200" in str(refused.value)
@@ -165,6 +170,87 @@ def test_transferqueue_without_us_in_the_namespace_is_refused(ray_cluster):
     ray.kill(theirs)
 
 
+JOIN_BY_THE_ENVIRONMENT = """
+import json, os, sys
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+
+assert "RAY_ADDRESS" not in os.environ
+client = build_data_plane_client(load_config("cluster-simple", json.loads(sys.argv[1])), bootstrap=False)
+meta = client.claim_meta("p", "t", ["x"], 1)
+print(meta.sample_ids, client.get_data(meta)["x"].tolist())
+client.close()
+"""
+
+
+def test_a_process_that_is_not_rays_joins_by_the_inherited_address_alone(start_plane, ray_cluster, tmp_path):
+    client = start_plane("simple")
+    client.register_partition("p", ["x"], 4, ["t"])
+    client.put_samples(["a"], "p", TensorDict({"x": torch.ones(1)}, batch_size=[1]))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
+    # In a directory where Ray leaves no trace of a cluster of this machine: the variable is all it has.
+    environment.update(RLPLANE_CONTROLLER_ADDRESS=ray_cluster, RAY_TMPDIR=str(tmp_path))
+    config = {"transfer_queue.namespace": client._plane.namespace}
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN_BY_THE_ENVIRONMENT, json.dumps(config)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "['a'] [1.0]"
+
+
+@pytest.mark.parametrize("address", ["shm:///dev/shm/rlplane-1/plane", "unix:///run/plane/service"])
+def test_the_address_of_a_local_plane_is_refused_where_a_ray_cluster_is_meant(
+    start_plane, address, monkeypatch
+):
+    client = start_plane("simple")
+    config = cast("DataPlaneConfig", {**client._cfg, "controller_address": address})
+    for bootstrap in (True, False):
+        with pytest.raises(ConfigError, match="address of a Ray cluster"):
+            TQDataPlaneClient(config, bootstrap=bootstrap)
+    monkeypatch.setenv("RLPLANE_CONTROLLER_ADDRESS", address)
+    TQDataPlaneClient(client._cfg, bootstrap=False).close()
+
+
+def command_lines():
+    """What every process of this machine was started with, as bytes."""
+    lines = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                lines.append(entry.joinpath("cmdline").read_bytes())
+    return lines
+
+
+@pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
+def test_only_who_has_the_token_is_let_in_and_nobody_else_gets_to_see_it(start_plane, backend, caplog):
+    client = start_plane(backend)
+    address, token = (client._plane.service[name] for name in ("address", "token"))
+    assert len(token) == 64
+    before = client.service_status()
+    for wrong in ("", "0" * 64, token[:-1]):
+        with pytest.raises(PlaneConnectionError, match="the token is wrong") as refused:
+            SocketConnection(address, token=wrong, ack_timeout_s=30)
+        assert token not in str(refused.value)
+    after = client.service_status()
+    assert after["clients"] == before["clients"]
+    assert after["refused"] == before["refused"] + 3
+
+    own = Path("/proc/self/cmdline").read_bytes()
+    lines = command_lines()
+    assert own in lines and len(lines) > 3
+    assert not [line for line in lines if token.encode() in line]
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts = {file: file.read_bytes() for file in logs.rglob("*") if file.is_file()}
+    assert any(texts.values()), "there are logs to look at"
+    assert not [file for file, text in texts.items() if token.encode() in text]
+    assert token not in caplog.text
+    assert token not in repr(client) and token not in repr(client._plane)
+
+
 def batch(ids, start):
     columns = {
         "x": torch.arange(len(ids), dtype=torch.float32) + start,
@@ -176,8 +262,11 @@ def batch(ids, start):
     return TensorDict(columns, batch_size=[len(ids)])
 
 
-def test_a_checkpoint_is_consistent_while_work_goes_on_and_loads_into_another_plane(start_plane, tmp_path):
-    client = start_plane("simple", num_storage_units=2)
+@pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
+def test_a_checkpoint_is_consistent_while_work_goes_on_and_loads_into_another_plane(
+    start_plane, backend, tmp_path
+):
+    client = start_plane(backend, num_storage_units=2)
     client.register_partition("p", ["x", "ids", "meta"], 1000, ["train", "eval"])
     client.put_samples(["a", "b", "c"], "p", batch("abc", 0), [{"v": 1}, {"v": 2}, {"v": 3}])
     client.put_samples(["b"], "p", TensorDict({"x": torch.tensor([70.0])}, batch_size=[1]))
@@ -203,7 +292,7 @@ def test_a_checkpoint_is_consistent_while_work_goes_on_and_loads_into_another_pl
         stop.set()
         thread.join()
 
-    other = start_plane("simple", num_storage_units=2)
+    other = start_plane(backend, num_storage_units=2)
     other.register_partition("old", ["x"], 5, ["train"])
     other.put_samples(["gone"], "old", TensorDict({"x": torch.zeros(1)}, batch_size=[1]))
     other.load_checkpoint(str(tmp_path / "one"))
@@ -217,31 +306,22 @@ def test_a_checkpoint_is_consistent_while_work_goes_on_and_loads_into_another_pl
     assert meta.sample_ids == ["b", "c"] and meta.tags == [{"v": 2}, {"v": 3}]
     with pytest.raises(KeyError):
         other.list_sample_ids("old")
-    # It goes on from there: new rows of TransferQueue are not those that the checkpoint uses.
+    # It goes on from there: new writes do not go to places that the checkpoint uses.
     more = [f"n{number}" for number in range(20)]
     for sample_id in more:
         other.put_samples([sample_id], "p", batch([sample_id], 5))
     assert other.get_samples(live, "p", ["x"])["x"][:3].tolist() == [0.0, 70.0, 2.0]
     assert other.get_samples(more, "p", ["x"])["x"].tolist() == [5.0] * 20
 
-    part = next((tmp_path / "one").rglob("su_*.pkl"))
+    used = other.service_status()["storage"]["used"]
+    part = tmp_path / "one" / FILE_NAME
     part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="altered"):
+    with pytest.raises(CheckpointError, match="refused"):
         other.load_checkpoint(str(tmp_path / "one"))
-    with pytest.raises(CheckpointError, match="not a checkpoint"):
+    with pytest.raises(CheckpointError, match="cannot read"):
         other.load_checkpoint(str(tmp_path / "nothing"))
+    assert other.service_status()["storage"]["used"] == used, "a bad one leaves nothing behind"
     assert other.get_samples(["b"], "p", ["x"])["x"].tolist() == [70.0], "a bad one is refused whole"
-
-
-def test_mooncake_has_no_checkpoints_and_says_so(cluster, tmp_path):
-    if cluster.backend != "mooncake_cpu":
-        return
-    client = cluster.client()
-    with pytest.raises(UnsupportedOperationError, match="mooncake_cpu"):
-        client.save_checkpoint(str(tmp_path / "one"))
-    with pytest.raises(UnsupportedOperationError, match="mooncake_cpu"):
-        client.load_checkpoint(str(tmp_path / "one"))
-    client.close()
 
 
 def test_the_bytes_that_move_are_recorded(cluster):

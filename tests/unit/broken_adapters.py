@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any
 
+import numpy as np
 import torch
-from reference_adapter import ReferenceClient, Row
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tests.unit.reference_adapter import ReferenceClient, Row
 
 from rlplane.errors import ClaimTimeoutError, UnknownFieldError
-from rlplane.interfaces import KVBatchMeta
+from rlplane.interfaces import KVBatchMeta, PartitionStatus
 
 CAUGHT_BY: dict[type[ReferenceClient], str] = {}
 # Those that make the check wait for its deadline: with them, time is scaled.
@@ -125,6 +125,29 @@ class WritesWhatCameBeforeTheError(ReferenceClient):
         return super().columns(flow, sample_ids, fields)
 
 
+@caught_by("a_late_write_does_not_bring_cleared_samples_back")
+class BringsClearedSamplesBack(ReferenceClient):
+    def check_exists(self, flow, sample_ids):
+        pass
+
+
+@caught_by("a_claim_takes_as_many_samples_as_fit_into_its_tokens")
+class TakesOneTooMany(ReferenceClient):
+    def fitting(self, flow, claim):
+        taken, is_full = super().fitting(flow, claim)
+        if claim.max_tokens is None or not is_full:
+            return taken, is_full
+        return self.ready(flow, claim)[: len(taken) + 1], is_full
+
+
+@caught_by("a_look_shows_what_is_there_and_claims_nothing")
+class LooksAtWhatIsUnclaimed(ReferenceClient):
+    def peek_meta(self, partition_id, **how):
+        seen = super().peek_meta(partition_id, **how)
+        samples = self.flow(partition_id).samples
+        return seen.subset([n for n, i in enumerate(seen.sample_ids) if not samples[i].claimed_by])
+
+
 @caught_by("tags_of_another_length_are_refused_and_nothing_is_written")
 class PadsTags(ReferenceClient):
     def put_samples(self, sample_ids, partition_id, fields=None, tags=None, **kwargs):
@@ -186,6 +209,24 @@ class HasNoCapacity(ReferenceClient):
 class WaitsForRoomToOverwrite(ReferenceClient):
     def wait_for_room(self, flow, sample_ids, rows, timeout_s):
         super().wait_for_room(flow, [f"new {i}" for i in sample_ids], rows, timeout_s)
+
+
+@caught_by("a_write_that_fits_is_not_held_up_for_ever_by_a_larger_one", keeps_waiting=True)
+class ServesWaitingWritesStrictlyInTurn(ReferenceClient):
+    def wait_for_room(self, flow, sample_ids, rows, timeout_s):
+        line, me = vars(self.store).setdefault("line", []), object()
+        line.append(me)
+        try:
+            self.store.changed.wait_for(lambda: line[0] is me, timeout_s)
+            super().wait_for_room(flow, sample_ids, rows, timeout_s)
+        finally:
+            line.remove(me)
+
+
+@caught_by("a_plane_that_is_full_of_new_samples_can_finish_them", keeps_waiting=True)
+class KeepsNothingForWhatExists(ReferenceClient):
+    def kept_for_live(self):
+        return 0
 
 
 # Columns.
@@ -258,6 +299,41 @@ class RepeatsAListOfObjects(ReferenceClient):
         return super().own(value.tolist() if hasattr(value, "tolist") else value, name)
 
 
+@caught_by("a_single_object_for_all_rows_is_refused_with_the_way_to_write_it")
+class RepeatsASingleObject(ReferenceClient):
+    def rows(self, name, column):
+        if isinstance(column, NonTensorData) and isinstance(column.data, str):
+            return [Row(column.data, "object") for _ in range(column.batch_size[0])]
+        return super().rows(name, column)
+
+
+@caught_by("every_form_of_a_text_column_is_one_text_per_row")
+class RepeatsAnArrayOfText(ReferenceClient):
+    def rows(self, name, column):
+        data = column.data if isinstance(column, NonTensorData) else None
+        if isinstance(data, np.ndarray) and data.dtype.kind == "U":
+            return [Row(data, "object") for _ in data]
+        return super().rows(name, column)
+
+
+@caught_by("trees_come_back_equal_with_tensors_as_tensors")
+class MakesListsOfTensorsInRows(ReferenceClient):
+    def own(self, value, name):
+        return value.tolist() if isinstance(value, torch.Tensor) else super().own(value, name)
+
+
+@caught_by("a_tensor_that_rows_share_is_held_once")
+class KeepsASharedTensorForEachRow(ReferenceClient):
+    def own(self, value, name):
+        return value.clone() if isinstance(value, torch.Tensor) else super().own(value, name)
+
+
+@caught_by("a_leaf_that_a_row_does_not_have_is_an_error")
+class ReadsNothingWhereALeafIsMissing(ReferenceClient):
+    def leaf(self, rows, name):
+        return super().leaf(rows, name) or Row(None, "object")
+
+
 @caught_by("an_object_that_may_not_travel_is_refused_and_nothing_is_written")
 class PicklesEverything(ReferenceClient):
     def __init__(self, store):
@@ -270,8 +346,8 @@ class PicklesEverything(ReferenceClient):
 
 @caught_by("a_sample_is_handed_to_a_task_once")
 class ClaimsTwice(ReferenceClient):
-    def take(self, flow, claim, sample_ids):
-        claim.taken = sample_ids
+    def grant(self, flow, claim, sample_ids):
+        claim.granted = sample_ids
 
 
 @caught_by("many_threads_claim_every_sample_exactly_once")
@@ -287,8 +363,8 @@ class ClaimsTwiceWhenHurried(ReferenceClient):
 
 @caught_by("every_task_has_a_cursor_of_its_own")
 class HasOneCursorForAllTasks(ReferenceClient):
-    def take(self, flow, claim, sample_ids):
-        super().take(flow, claim, sample_ids)
+    def grant(self, flow, claim, sample_ids):
+        super().grant(flow, claim, sample_ids)
         for sample_id in sample_ids:
             flow.samples[sample_id].claimed_by |= set(flow.tasks)
 
@@ -370,7 +446,7 @@ class ClaimsAtATimeout(ReferenceClient):
             super().wait_for_batch(partition_id, claim, timeout_s)
         except ClaimTimeoutError:
             flow = self.flow(partition_id)
-            self.take(flow, claim, self.ready(flow, claim))
+            self.grant(flow, claim, self.ready(flow, claim))
             raise
 
 
@@ -693,7 +769,7 @@ class ListsByName(ReferenceClient):
 
 @caught_by("the_status_of_a_partition_counts_waiting_claims", keeps_waiting=True)
 class ForgetsToCountWaitingClaims(ReferenceClient):
-    def partition_status(self, partition_id) -> dict[str, Any]:
+    def partition_status(self, partition_id) -> PartitionStatus:
         status = super().partition_status(partition_id)
         for task in status["tasks"].values():
             task["waiting"] = 0

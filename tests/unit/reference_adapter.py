@@ -7,13 +7,16 @@ It shares no code with the engines: it is a second reading of the contract.
 from __future__ import annotations
 
 import copy
+import math
 import operator
+import random
 import re
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ from rlplane.errors import (
     UnknownTaskError,
     UnsupportedValueError,
 )
-from rlplane.interfaces import DataPlaneClient, KVBatchMeta
+from rlplane.interfaces import DataPlaneClient, KVBatchMeta, PartitionStatus
 
 OPERATORS = {
     "==": operator.eq,
@@ -63,18 +66,22 @@ class Sample:
     rows: dict[str, Row] = field(default_factory=dict)
     tags: dict[str, Any] = field(default_factory=dict)
     claimed_by: set[str] = field(default_factory=set)
+    holders: dict[str, object] = field(default_factory=dict)  # who has not finished its claim, by task
+    given_back: dict[str, int] = field(default_factory=dict)
     born: float = field(default_factory=time.monotonic)
 
 
 @dataclass
 class Claim:
-    """A claim that waits; ``taken`` is set when it has been served."""
+    """A claim that waits; ``granted`` is set when it has been served."""
 
     task: str
     required: list[str]
     batch_size: int
     where: dict[str, Any]
-    taken: list[str] | None = None
+    max_tokens: int | None = None
+    owner: object = None
+    granted: list[str] | None = None
 
 
 @dataclass
@@ -86,6 +93,7 @@ class Flow:
     tasks: list[str]
     group_size: int | None
     enums: dict[str, list[str]]
+    produces: dict[str, list[str]] = field(default_factory=dict)
     written: int = 0
     samples: dict[str, Sample] = field(default_factory=dict)
     ever_written: set[str] = field(default_factory=set)
@@ -108,6 +116,24 @@ class Store:
 class ReferenceClient(DataPlaneClient):
     """The contract, word by word."""
 
+    # What this second reading of the contract leaves out, and refuses.
+    limitations = frozenset(
+        {
+            "append_samples",
+            "finish_claims",
+            "finish_partition",
+            "flow",
+            "order",
+            "ranks",
+            "reuse",
+            "short_groups",
+        }
+    )
+
+    def refuse(self, beyond: dict[str, Any]) -> None:
+        for name in beyond:
+            raise self._unsupported(name)
+
     def __init__(self, store: Store) -> None:
         self.store = store
         self.closed = False
@@ -123,8 +149,11 @@ class ReferenceClient(DataPlaneClient):
         consumer_tasks: list[str],
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
+        produces: dict[str, list[str]] | None = None,
+        **beyond: Any,
     ) -> None:
         self.check_open()
+        self.refuse(beyond)
         enums = enums or {}
         for names in ([partition_id], fields, consumer_tasks, *enums.values()):
             if len(set(names)) < len(names) or "" in names:
@@ -134,6 +163,7 @@ class ReferenceClient(DataPlaneClient):
         if set(enums) - set(fields):
             raise InvalidRequestError(f"enums for {set(enums) - set(fields)}, which are not declared")
         flow = Flow(list(fields), num_samples, list(consumer_tasks), grpo_group_size, copy.deepcopy(enums))
+        flow.produces = copy.deepcopy(produces or {})
         with self.store.changed:
             old = self.store.flows.get(partition_id)
             if old is not None:
@@ -157,6 +187,7 @@ class ReferenceClient(DataPlaneClient):
         tags: list[dict[str, Any]] | None = None,
         *,
         timeout_s: float = 60.0,
+        must_exist: bool = False,
     ) -> KVBatchMeta:
         self.check_open()
         flow = self.flow(partition_id)
@@ -165,11 +196,17 @@ class ReferenceClient(DataPlaneClient):
         if tags is not None and len(tags) != len(sample_ids):
             raise InvalidRequestError(f"{len(tags)} tags for {len(sample_ids)} samples")
         own_tags = [self.own(tag, "tags") for tag in tags or [{} for _ in sample_ids]]
+        if flow.group_size and any("group_size" in tag for tag in own_tags):
+            raise self._unsupported("group_size")
         with self.store.changed:
+            if must_exist:
+                self.check_exists(flow, sample_ids)
             self.check_groups(flow, sample_ids, own_tags)
             self.wait_for_room(flow, sample_ids, rows, timeout_s)
             self.warn_undeclared(partition_id, flow, rows)
             self.commit(flow, sample_ids, rows, own_tags)
+            if rows:
+                self.release_written(flow, sample_ids)
             self.wrote.setdefault(partition_id, set()).update(sample_ids)
             self.serve(flow)
         lengths = [tag.get("input_lengths") for tag in own_tags]
@@ -179,8 +216,19 @@ class ReferenceClient(DataPlaneClient):
             sample_ids,
             fields=None if fields is None else list(rows),
             sequence_lengths=None if None in lengths or not lengths else lengths,
-            tags=None if tags is None else own_tags,
+            tags=own_tags,
         )
+
+    def release_written(self, flow: Flow, sample_ids: list[str]) -> None:
+        for sample in map(flow.samples.__getitem__, sample_ids):
+            for task in [task for task, holder in sample.holders.items() if holder is self]:
+                if sample.rows.keys() >= set(flow.produces.get(task, ())):
+                    del sample.holders[task]
+
+    def check_exists(self, flow: Flow, sample_ids: list[str]) -> None:
+        gone = [sample_id for sample_id in sample_ids if sample_id not in flow.samples]
+        if gone:
+            raise MissingDataError(f"no samples {gone} ({len(gone)} of {len(sample_ids)})")
 
     def check_ids(self, sample_ids: list[str]) -> None:
         for sample_id in sample_ids:
@@ -192,6 +240,7 @@ class ReferenceClient(DataPlaneClient):
     def columns(self, flow: Flow, sample_ids: list[str], fields: TensorDict) -> dict[str, list[Row]]:
         if list(fields.batch_size[:1]) != [len(sample_ids)]:
             raise InvalidRequestError(f"{fields.batch_size} rows for {len(sample_ids)} ids")
+        self.shared: dict[Any, torch.Tensor] = {}
         columns = {name: self.rows(name, fields.get(name)) for name in fields.keys()}  # noqa: SIM118
         for name, rows in columns.items():
             if len(rows) != len(sample_ids):
@@ -205,12 +254,12 @@ class ReferenceClient(DataPlaneClient):
         if isinstance(column, NonTensorStack):
             return [Row(self.own(column[i].data, name), "object") for i in range(len(column))]
         if isinstance(column, NonTensorData):
+            if not isinstance(column.data, (list, tuple)) and not np.ndim(column.data):
+                raise InvalidRequestError(f"{name!r} holds one object: give a NonTensorStack, one per row")
             return [Row(self.own(value, name), "object") for value in column.data]
         if isinstance(column, TensorDictBase):
-            raise InvalidRequestError(f"{name!r} is a nested TensorDict")
+            return [Row(self.own(row.to_dict(), name), "object") for row in column.unbind(0)]
         rows = [row.detach().cpu().clone() for row in column.unbind()]
-        if column.is_nested and len({row.shape[1:] for row in rows}) > 1:
-            raise InvalidRequestError(f"rows of {name!r} differ in more than the first dimension")
         return [Row(row, "nested" if column.is_nested else "dense") for row in rows]
 
     def own(self, value: Any, name: str) -> Any:
@@ -225,6 +274,9 @@ class ReferenceClient(DataPlaneClient):
             return value.item()
         if isinstance(value, np.ndarray) and value.dtype != object:
             return value.copy()
+        if isinstance(value, torch.Tensor) and name != "tags":
+            same = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            return self.shared.setdefault(same, value.detach().clone())
         if self.store.allow_pickle:
             return copy.deepcopy(value)
         raise UnsupportedValueError(f"{name!r} holds a {type(value).__name__}")
@@ -251,12 +303,18 @@ class ReferenceClient(DataPlaneClient):
             new = sum(sample_id not in flow.samples for sample_id in sample_ids)
             live = sum(len(other.samples) for other in flows)
             held = sum(_bytes(other) for other in flows)
+            bound = self.store.global_segment_size
+            if new and held:
+                bound -= self.kept_for_live()
             return (not new or live + new <= self.store.storage_capacity) and (
-                not need or held + need <= self.store.global_segment_size
+                not need or held + need <= bound
             )
 
         if not self.store.changed.wait_for(fits, timeout_s):
             raise CapacityTimeoutError(f"no room for {len(sample_ids)} samples after {timeout_s} s")
+
+    def kept_for_live(self) -> int:
+        return self.store.global_segment_size // 10
 
     def warn_undeclared(self, partition_id: str, flow: Flow, rows: dict[str, list[Row]]) -> None:
         for name in rows.keys() - flow.fields - flow.warned:
@@ -298,28 +356,34 @@ class ReferenceClient(DataPlaneClient):
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         *,
         where: Any = None,
+        max_tokens: int | None = None,
+        **beyond: Any,
     ) -> KVBatchMeta:
         self.check_open()
+        self.refuse(beyond)
         flow = self.flow(partition_id)
         self.check_claim(flow, task_name, required_fields, batch_size, where or {})
-        claim = Claim(task_name, list(required_fields), batch_size, copy.deepcopy(dict(where or {})))
+        if max_tokens is not None and max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens={max_tokens}")
+        conditions = copy.deepcopy(dict(where or {}))
+        claim = Claim(task_name, list(required_fields), batch_size, conditions, max_tokens, self)
         with self.store.changed:
             if blocking:
-                self.wait_for_batch(partition_id, claim, timeout_s)
+                self.wait_for_batch(partition_id, claim, math.inf if timeout_s is None else timeout_s)
             else:
-                self.take(flow, claim, self.ready(flow, claim)[:batch_size])
-            assert claim.taken is not None
-            tags = [copy.deepcopy(flow.samples[sample_id].tags) for sample_id in claim.taken]
-        lengths = [tag.get("input_lengths") for tag in tags]
+                self.grant(flow, claim, self.fitting(flow, claim)[0])
+            assert claim.granted is not None
+            tags = [copy.deepcopy(flow.samples[sample_id].tags) for sample_id in claim.granted]
+        lengths = [tag["input_lengths"] for tag in tags if tag.get("input_lengths") is not None]
         return KVBatchMeta(
             partition_id,
             task_name,
-            claim.taken,
+            claim.granted,
             fields=claim.required,
-            sequence_lengths=None if None in lengths else lengths,
+            sequence_lengths=lengths if len(lengths) == len(tags) else None,
             tags=tags,
         )
 
@@ -338,10 +402,11 @@ class ReferenceClient(DataPlaneClient):
 
     def wait_for_batch(self, partition_id: str, claim: Claim, timeout_s: float) -> None:
         flow = self.flow(partition_id)
+        self.fitting(flow, claim)
         flow.waiting.append(claim)
         self.serve(flow)
-        self.store.changed.wait_for(lambda: claim.taken is not None, timeout_s)
-        if claim.taken is None:
+        self.store.changed.wait_for(lambda: claim.granted is not None, timeout_s)
+        if claim.granted is None:
             flow = self.flow(partition_id)
             flow.waiting.remove(claim)
             ready = len(self.ready(flow, claim))
@@ -354,17 +419,39 @@ class ReferenceClient(DataPlaneClient):
         self.store.changed.notify_all()
 
     def try_to_serve(self, flow: Flow, claim: Claim) -> bool:
-        ready = self.ready(flow, claim)
-        if len(ready) < claim.batch_size and not self.is_tail(flow, claim, ready):
+        fitting, is_full = self.fitting(flow, claim)
+        if not is_full and not self.is_tail(flow, claim, self.ready(flow, claim)):
             return False
-        self.take(flow, claim, ready[: claim.batch_size])
+        self.grant(flow, claim, fitting)
         flow.waiting.remove(claim)
         return True
 
-    def take(self, flow: Flow, claim: Claim, sample_ids: list[str]) -> None:
+    def fitting(self, flow: Flow, claim: Claim) -> tuple[list[str], bool]:
+        """The first of what is ready that fits, and whether there is no room for another."""
+        ready = self.ready(flow, claim)
+        if claim.max_tokens is None:
+            return ready[: claim.batch_size], len(ready) >= claim.batch_size
+        taken: list[str] = []
+        size = flow.group_size or 1
+        for at in range(0, min(len(ready), claim.batch_size), size):
+            unit = ready[at : at + size]
+            lengths: list[Any] = [flow.samples[sample_id].tags.get("input_lengths") for sample_id in unit]
+            if None in lengths or sum(lengths) > claim.max_tokens:
+                if taken:
+                    return taken, True
+                raise InvalidRequestError(f"{unit} have {lengths} tokens")
+            before = sum(flow.samples[sample_id].tags["input_lengths"] for sample_id in taken)
+            if before + sum(lengths) > claim.max_tokens:
+                return taken, True
+            taken += unit
+        return taken, len(taken) == claim.batch_size
+
+    def grant(self, flow: Flow, claim: Claim, sample_ids: list[str]) -> None:
         for sample_id in sample_ids:
-            flow.samples[sample_id].claimed_by.add(claim.task)
-        claim.taken = sample_ids
+            sample = flow.samples[sample_id]
+            sample.claimed_by.add(claim.task)
+            sample.holders[claim.task] = claim.owner
+        claim.granted = sample_ids
 
     def is_tail(self, flow: Flow, claim: Claim, ready: list[str]) -> bool:
         remaining = [
@@ -386,7 +473,9 @@ class ReferenceClient(DataPlaneClient):
             and all(name in sample.rows for name in claim.required)
             and self.matches(flow, sample, claim.where)
         }
-        ordered = sorted(found, key=lambda sample_id: found[sample_id])
+        ordered = sorted(
+            found, key=lambda i: (flow.samples[i].given_back.get(claim.task, math.inf), found[i])
+        )
         if flow.group_size is None:
             return ordered
         groups: dict[Any, list[str]] = {}
@@ -435,8 +524,9 @@ class ReferenceClient(DataPlaneClient):
         with self.store.changed:
             samples = self.flow(partition_id).samples
             self.check_there(samples, sample_ids, select_fields)
-            rows = {
-                name: [samples[sample_id].rows[name] for sample_id in sample_ids] for name in select_fields
+            rows: dict[str, list[Any]] = {
+                name: [self.leaf(samples[sample_id].rows, name) for sample_id in sample_ids]
+                for name in select_fields
             }
             columns = {name: self.join(name, column) for name, column in rows.items() if column}
         return TensorDict(columns, [len(sample_ids)])
@@ -446,9 +536,24 @@ class ReferenceClient(DataPlaneClient):
         if missing:
             raise MissingDataError(f"no samples {missing[:5]}")
         for name in fields:
-            without = [sample_id for sample_id in sample_ids if name not in samples[sample_id].rows]
+            without = [
+                sample_id for sample_id in sample_ids if self.leaf(samples[sample_id].rows, name) is None
+            ]
             if without:
                 raise MissingDataError(f"field {name!r} is not written for {without[:5]}")
+
+    def leaf(self, rows: dict[str, Row], name: str) -> Row | None:
+        """The row of a field, or what is at a path of keys and positions in it; None if there is nothing."""
+        if name in rows:
+            return rows[name]
+        field, _, path = name.partition(".")
+        value: Any = rows[field].value if path and field in rows else None
+        for key in path.split("."):
+            try:
+                value = value[int(key)] if isinstance(value, list) else value[key]
+            except (IndexError, KeyError, TypeError, ValueError):
+                return None
+        return Row(value, "object")
 
     def join(self, name: str, rows: list[Row]) -> Any:
         if rows[0].kind == "object":
@@ -458,6 +563,8 @@ class ReferenceClient(DataPlaneClient):
             raise InvalidRequestError(f"rows of {name!r} have the dtypes {sorted(dtypes)}")
         if {row.kind for row in rows} == {"dense"} and len({row.value.shape for row in rows}) == 1:
             return self.stack([row.value for row in rows])
+        if len({row.value.shape[1:] for row in rows}) > 1:
+            return torch.nested.as_nested_tensor([row.value for row in rows])
         return torch.nested.nested_tensor([row.value for row in rows], layout=torch.jagged)
 
     def stack(self, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -494,7 +601,34 @@ class ReferenceClient(DataPlaneClient):
         wrote = self.wrote.get(partition_id)
         return [sample_id for sample_id in flow.samples if wrote is None or sample_id in wrote]
 
+    def unclaim(self, meta: KVBatchMeta) -> None:
+        self.check_open()
+        if meta.task_name is None:
+            raise InvalidRequestError("the meta has no task")
+        with self.store.changed:
+            flow = self.flow(meta.partition_id)
+            self.give_back(flow, meta.task_name, meta.sample_ids)
+
+    def give_back(self, flow: Flow, task: str, sample_ids: Iterable[str]) -> None:
+        for sample in [flow.samples[i] for i in sample_ids if i in flow.samples]:
+            if sample.holders.get(task) is self:
+                del sample.holders[task]
+                sample.claimed_by.discard(task)
+                sample.given_back[task] = sample.born_at
+        self.serve(flow)
+
+    def drop_partition(self, partition_id: str) -> None:
+        self.check_open()
+        with self.store.changed:
+            self.flow(partition_id)
+            del self.store.flows[partition_id]
+
     def close(self) -> None:
+        if not self.closed:
+            with self.store.changed:
+                for flow in self.store.flows.values():
+                    for task in flow.tasks:
+                        self.give_back(flow, task, list(flow.samples))
         self.closed = True
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
@@ -502,13 +636,59 @@ class ReferenceClient(DataPlaneClient):
         with self.store.changed:
             return list(self.flow(partition_id).samples)
 
-    def partition_status(self, partition_id: str) -> dict[str, Any]:
+    def peek_meta(
+        self,
+        partition_id: str,
+        *,
+        where: Any = None,
+        fields: list[str] | None = None,
+        limit: int | None = None,
+        order: str | None = None,
+    ) -> KVBatchMeta:
+        self.check_open()
+        kind, colon, argument = (order or "fifo").partition(":")
+        has_argument = kind in ("priority", "random")
+        if (
+            kind not in ("fifo", "lifo", "priority", "random")
+            or has_argument != bool(argument)
+            or (limit or 0) < 0
+        ):
+            raise InvalidRequestError(f"order={order!r}, limit={limit}")
+        if bool(colon) != has_argument:
+            raise InvalidRequestError(f"order={order!r}")
+        with self.store.changed:
+            flow = self.flow(partition_id)
+            for name in fields or ():
+                if name not in flow.fields and name not in flow.ever_written:
+                    raise UnknownFieldError(f"field {name!r} is neither declared nor ever written")
+            found = {
+                sample_id: sample
+                for sample_id, sample in flow.samples.items()
+                if self.holds(sample.tags, where or {}) and sample.rows.keys() >= set(fields or ())
+            }
+            ids = list(found)
+            if kind == "lifo":
+                ids.reverse()
+            elif kind == "priority":
+                ids.sort(key=lambda i: -found[i].tags.get(argument, float("-inf")))
+            elif kind == "random":
+                random.Random(argument).shuffle(ids)
+            tags = [copy.deepcopy(found[sample_id].tags) for sample_id in ids[:limit]]
+        return KVBatchMeta(partition_id, None, ids[:limit], fields=fields, tags=tags)
+
+    def close_group(self, partition_id: str, group: Any, **how: Any) -> int:
+        raise self._unsupported("close_group")
+
+    def count(self, partition_id: str, where: Any = None) -> int:
+        return self.peek_meta(partition_id, where=where).size
+
+    def partition_status(self, partition_id: str) -> PartitionStatus:
         self.check_open()
         with self.store.changed:
             flow = self.flow(partition_id)
             samples = flow.samples.values()
             names = dict.fromkeys([*flow.fields, *(name for sample in samples for name in sample.rows)])
-            return {
+            status = {
                 "partition_id": partition_id,
                 "num_samples": flow.num_samples,
                 "samples": len(samples),
@@ -532,6 +712,7 @@ class ReferenceClient(DataPlaneClient):
                     for task in flow.tasks
                 },
             }
+            return cast("PartitionStatus", status)  # without the keys that no check reads
 
     def check_open(self) -> None:
         if self.closed:
@@ -574,7 +755,18 @@ def make_client() -> ReferenceClient:
 
 
 def _bytes(flow: Flow) -> int:
-    return sum(_size(row) for sample in flow.samples.values() for row in sample.rows.values())
+    rows = [row for sample in flow.samples.values() for row in sample.rows.values()]
+    shared = {id(tensor): tensor.nbytes for row in rows for tensor in _tensors(row.value)}
+    return sum(shared.values()) + sum(
+        0 if isinstance(row.value, torch.Tensor) else _size(row) for row in rows
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for item in inner for tensor in _tensors(item)]
 
 
 def _size(row: Row) -> int:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlplane.bench.batches import Columns, make_batches, scattered_order, touch
-from rlplane.bench.contestants.store import check_tiny, columns_of, tiny_rows
-from rlplane.bench.plan import Workload, full_plan, quick_plan
+from rlplane_benchmarks.batches import Columns, make_batches, scattered_order, touch
+from rlplane_benchmarks.cluster import full_cluster_plan, quick_cluster_plan
+from rlplane_benchmarks.cycles import CyclesDone, check_numbers
+from rlplane_benchmarks.participants.store import check_tiny, columns_of, tiny_rows
+from rlplane_benchmarks.plan import Workload, full_plan, quick_plan
 
 GRPO = Workload("grpo", "", rows=32, fields=6, nbytes=100_000, ragged=True)
 WIDE = Workload("wide", "", rows=16, fields=4, nbytes=65_536, ragged=False)
@@ -15,7 +17,7 @@ WIDE = Workload("wide", "", rows=16, fields=4, nbytes=65_536, ragged=False)
 
 @pytest.fixture(params=[GRPO, WIDE], ids=["ragged", "dense"])
 def workload(request: pytest.FixtureRequest) -> Workload:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def read(workload: Workload, number: int, *, scattered: bool = False) -> Columns:
@@ -118,3 +120,21 @@ def test_claimed_rows_are_checked_by_what_is_in_them() -> None:
     rows[1, 3] += 1
     assert "other numbers" in (check_tiny(rows) or "")
     assert "shape" in (check_tiny(rows.flatten()) or "")
+
+
+def test_rows_of_other_numbers_or_too_few_of_them_are_wrong() -> None:
+    rows = tiny_rows(range(5, 9))
+    assert check_numbers(rows[[2, 0, 3, 1]], range(5, 9)) is None
+    assert check_numbers(rows, range(6, 10)) is not None
+    assert "3 rows" in (check_numbers(rows[:3], range(5, 9)) or "")
+
+
+def test_the_faults_of_all_clients_are_kept_and_their_cycles_added() -> None:
+    fine, faulty = CyclesDone(3, 4, None), CyclesDone(1, 2, "wrong numbers")
+    assert CyclesDone.sum([fine, faulty, fine]) == (7, 10, "wrong numbers")
+
+
+def test_a_cluster_is_measured_with_1_4_and_12_clients_unless_scaled() -> None:
+    assert full_cluster_plan().clients == quick_cluster_plan().clients == (1, 4, 12)
+    assert quick_cluster_plan().scaled(0.01).clients == (1, 2)
+    assert quick_cluster_plan().scaled(1) == quick_cluster_plan()

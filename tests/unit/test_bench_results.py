@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlplane.bench.plot import svg_plot
-from rlplane.bench.results import (
+from rlplane_benchmarks.cluster.targets import CLUSTER_TARGETS
+from rlplane_benchmarks.plot import svg_plot
+from rlplane_benchmarks.results import (
+    CLUSTER_SCHEMA,
     SCHEMA,
     SCHEMA_VERSION,
     BenchResult,
@@ -19,20 +21,20 @@ from rlplane.bench.results import (
     quantile,
     ratio_of,
 )
-from rlplane.bench.table import format_result, format_seconds
-from rlplane.bench.targets import TARGETS, judge
+from rlplane_benchmarks.table import format_result, format_seconds
+from rlplane_benchmarks.targets import TARGETS, judge
 
 MACHINE = Machine("a <CPU>", 2, 2**34, 2**33, "6.1", "3.11", "2.13", 2, {}, 0.1, 0.2)
 
 
 def series(
-    contestant: str, op: str, *values: float, workload: str = "grpo-52MB", part: str = "data"
+    participant: str, op: str, *values: float, workload: str = "grpo-52MB", part: str = "data"
 ) -> Series:
-    return Series.of(part, workload, contestant, op, list(values))
+    return Series.of(part, workload, participant, op, list(values))
 
 
 def result(*found: Series, checks: list[Check] | None = None) -> BenchResult:
-    names = dict.fromkeys(one.contestant for one in found)
+    names = dict.fromkeys(one.participant for one in found)
     workloads = {one.workload: f"the batch {one.workload}" for one in found if one.part == "data"}
     return BenchResult(
         schema=SCHEMA,
@@ -44,7 +46,7 @@ def result(*found: Series, checks: list[Check] | None = None) -> BenchResult:
         peers=[],
         machine=MACHINE,
         workloads=workloads,
-        contestants={name: name for name in names},
+        participants={name: name for name in names},
         series=list(found),
         checks=checks or [],
         targets=[],
@@ -114,25 +116,79 @@ def test_an_upper_bound_is_met_from_below() -> None:
 
 def test_what_was_not_measured_is_not_judged() -> None:
     judged = judge(result())
-    assert len(judged) == len(TARGETS) == 10
+    assert len(judged) == len(TARGETS) == 13
     assert {target.verdict for target in judged} == {"not measured"}
     assert "--peers tq-simple" in judged[1].note
 
 
-def test_claims_and_clients_are_compared_over_their_levels() -> None:
+def test_claims_are_compared_over_the_numbers_of_resident_samples() -> None:
     levels = [
         series("rlplane", "claim", *([seconds] * 3), workload=str(resident), part="claims")
         for resident, seconds in ((1_000_000, 1.2), (1_000, 1.0), (10_000, 9.0))
     ]
-    clients = [
-        series("rlplane", "cycles", *([rate] * 3), workload=str(count), part="clients")
-        for count, rate in ((64, 60.0), (1, 500.0), (4, 100.0))
-    ]
-    *_, claims, many = judge(result(*levels, *clients))
+    claims = judge(result(*levels))[-1]
     assert claims.measured is not None
-    assert (claims.measured.value, claims.verdict) == (pytest.approx(1.2), "met")
-    assert many.measured is not None
-    assert (many.measured.value, many.verdict) == (pytest.approx(0.6), "missed")
+    assert claims.measured.value == pytest.approx(1.2) and claims.verdict == "met"
+
+
+MS = 1e-3
+
+
+def cluster_result(
+    ours: float = 400.0, theirs: float = 90.0, cpu: float = 0.5 * MS, wake: float = 2 * MS
+) -> BenchResult:
+    def level(participant: str, op: str, value: float, part: str) -> Series:
+        return series(participant, op, *([value] * 3), workload="4", part=part)
+
+    found = result(
+        series("rlplane", "put", 1.0, 1.0, 1.0, workload="grpo-13MB"),
+        series("transfer-queue", "put", 2.0, 2.0, 2.0, workload="grpo-13MB"),
+        series("rlplane", "put to claim", wake, wake, wake, workload="wake", part="wake"),
+        level("rlplane", "cycles", ours, "clients"),
+        level("transfer-queue", "cycles", theirs, "clients"),
+        level("rlplane", "CPU per cycle", cpu, "control"),
+    )
+    return msgspec.structs.replace(found, schema=CLUSTER_SCHEMA, backend="simple")
+
+
+def test_the_targets_of_a_cluster_are_a_ratio_of_cycles_and_times_in_milliseconds() -> None:
+    cycles, cpu, wake, put, *others = judge(cluster_result(), CLUSTER_TARGETS)
+    assert [target.target for target in (cycles, cpu, wake, put)] == ["≥ 4 ×", "≤ 0.6 ms", "≤ 3 ms", "≤ 1.1"]
+    measured = [target.measured.value for target in (cycles, cpu, wake, put) if target.measured is not None]
+    assert measured == [pytest.approx(400 / 90), pytest.approx(0.5), pytest.approx(2.0), pytest.approx(0.5)]
+    assert {target.verdict for target in (cycles, cpu, wake, put)} == {"met"}
+    assert {target.verdict for target in others} == {"not measured"}
+
+
+@pytest.mark.parametrize(
+    ("found", "place"),
+    [
+        (cluster_result(theirs=101.0), 0),
+        (cluster_result(cpu=0.7 * MS), 1),
+        (cluster_result(wake=3.1 * MS), 2),
+    ],
+    ids=["cycles", "control CPU", "put to claim"],
+)
+def test_a_target_of_a_cluster_can_be_missed(found: BenchResult, place: int) -> None:
+    judged = judge(found, CLUSTER_TARGETS)
+    assert [target.what for target in judged if target.verdict == "missed"] == [judged[place].what]
+
+
+def test_a_time_whose_quartiles_lie_on_both_sides_of_its_target_is_unclear() -> None:
+    wake = series("rlplane", "put to claim", 1 * MS, 2 * MS, 5 * MS, 6 * MS, workload="wake", part="wake")
+    target = judge(result(wake), CLUSTER_TARGETS)[2]
+    assert target.verdict == "unclear"
+    assert "by the median it is missed" in target.note
+
+
+def test_the_table_of_a_cluster_says_so_and_shows_only_what_was_measured() -> None:
+    shown = format_result(cluster_result())
+    assert shown.startswith("rlplane cluster quick bench on simple")
+    assert "CPU time of the control service" in shown
+    assert "500 µs" in shown
+    assert "scattered" not in shown
+    assert "round trips" not in shown
+    assert "÷ copy" not in shown
 
 
 def test_the_tail_of_waking_is_counted_in_round_trips() -> None:
@@ -152,10 +208,10 @@ def test_a_saved_result_is_read_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_wrong_bytes_are_shouted_in_the_table() -> None:
-    lied = result(series("liar", "put", 1.0), checks=[Check("liar", 2, ["wide-1, get: other bytes"])])
-    assert not lied.right
-    assert "liar RETURNED WRONG BYTES: wide-1, get: other bytes" in format_result(lied)
-    assert "right." not in format_result(lied)
+    wrong = result(series("faulty", "put", 1.0), checks=[Check("faulty", 2, ["wide-1, get: other bytes"])])
+    assert not wrong.right
+    assert "faulty RETURNED WRONG BYTES: wide-1, get: other bytes" in format_result(wrong)
+    assert "right." not in format_result(wrong)
 
 
 def test_the_picture_is_xml_with_a_bar_for_every_time() -> None:

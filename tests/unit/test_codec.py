@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from rlplane.codec import (
+from rlplane.columns.codec import (
     as_column,
     materialize,
     pack_jagged_fields,
@@ -128,7 +128,7 @@ def test_gradients_do_not_travel() -> None:
         stack_or_nest([leaf[0], leaf[1, :2]]),
         stack_or_nest([leaf[0]]),
         pack_per_token_field(nested, [2, 1]),
-        response_from_nested(nested, [1, 1]),
+        response_from_nested(nested, [1, 0]),
         as_column(leaf * 2, 2),
         as_column(nested, 2),
     ):
@@ -138,7 +138,7 @@ def test_gradients_do_not_travel() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([1], r"one whole number per row; got shape \(1,\) of int64 for 2 rows"),
+        ([1], r"lengths shape \(1,\) of int64 does not fit 2 rows: one whole number per row"),
         ([1, 4], "the length of row 1 is 4; it must be between 0 and 3"),
         ([-1, 2], "the length of row 0 is -1"),
         ([1.0, 2.0], "float64"),
@@ -152,7 +152,7 @@ def test_lengths_that_do_not_fit_are_named(lengths: Any, message: str) -> None:
 
 
 def test_a_tensor_without_tokens_cannot_be_packed() -> None:
-    with pytest.raises(ValueError, match=r"\[N, S, ...\]; got a tensor of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(N, S, ...\); got a tensor of shape \(3,\)"):
         to_nested_by_length(values((3,)), [1, 1, 1])
 
 
@@ -201,7 +201,12 @@ def test_rows_that_cannot_be_one_column_are_refused(rows: list[Tensor], message:
 
 def test_a_per_token_field_may_come_in_four_forms() -> None:
     padded, lengths = values((3, 4)), [4, 0, 2]
-    forms = [padded, padded.numpy(), list(padded), jagged([padded[0], padded[1, :0], padded[2, :2]])]
+    forms: list[Any] = [
+        padded,
+        padded.numpy(),
+        list(padded),
+        jagged([padded[0], padded[1, :0], padded[2, :2]]),
+    ]
     expected = [padded[i, :n].tolist() for i, n in enumerate(lengths)]
     for form in forms:
         assert [row.tolist() for row in rows_of(pack_per_token_field(form, lengths))] == expected
@@ -223,12 +228,18 @@ def test_a_per_token_field_of_no_rows_is_jagged() -> None:
         ([values((3,)), values((1,))], r"row 1 has a tensor of shape \(1,\) for a length of 2"),
         ([values((3,)), values(())], r"row 1 has a tensor of shape \(\)"),
         (jagged([values((3,)), values((1,))]), "row 1 of the nested tensor has 1 tokens, not 2"),
-        (values((2, 2)), "row 0 is 3; it must be between 0 and 2"),
     ],
 )
 def test_a_row_shorter_than_its_length_is_named(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_per_token_field(value, [3, 2])
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (3, 4)])
+def test_a_tensor_that_cannot_be_packed_is_passed_through(shape: tuple[int, ...]) -> None:
+    """As NeMo-RL's ``pack_per_token_field`` does."""
+    val = values(shape)
+    assert torch.equal(pack_per_token_field(val, torch.tensor([3, 2])), val)
 
 
 # many fields
@@ -244,7 +255,8 @@ def test_packing_a_batch_leaves_per_sample_fields_and_objects() -> None:
             "prompt": ["a", {"b": [1]}],
             "image": [values((3, 3)), values((2, 3))],
         },
-        torch.tensor([4, 1]),
+        lengths=torch.tensor([4, 1]),
+        token_aligned_fields=["input_ids", "logprobs", "mask"],
     )
     assert td.batch_size == torch.Size([2])
     assert [row_lengths(td[name]).tolist() for name in ("input_ids", "logprobs", "mask")] == [[4, 1]] * 3
@@ -255,46 +267,58 @@ def test_packing_a_batch_leaves_per_sample_fields_and_objects() -> None:
 
 def test_named_fields_are_packed_and_the_others_are_not() -> None:
     fields = {"ids": values((2, 4)), "embedding": values((2, 9))}
-    td = pack_jagged_fields(fields, [1, 4], per_token=["ids"])
+    td = pack_jagged_fields(fields, lengths=[1, 4], token_aligned_fields=["ids", "not_there"])
     assert td["ids"].is_nested
     assert torch.equal(td["embedding"], fields["embedding"])
 
 
-@pytest.mark.parametrize("shape", [(2, 9), (2, 1), (2, 3, 5)])
-def test_a_field_that_may_be_a_vector_per_sample_is_not_cut_by_a_guess(shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"is field 'what' per token\?.*longest row has 4 tokens.*per_token="
-    ):
-        pack_jagged_fields({"ids": values((2, 4)), "what": values(shape)}, [1, 4])
+@pytest.mark.parametrize("shape", [(2, 9), (2, 4), (2, 3, 5)])
+def test_a_field_that_is_not_named_is_never_cut(shape: tuple[int, ...]) -> None:
+    """As in NeMo-RL's ``pack_jagged_fields``, where without ``token_aligned_fields`` nothing is packed."""
+    fields = {"input_ids": values((2, 4)), "what": values(shape)}
+    for named in (None, {"input_ids"}):
+        td = pack_jagged_fields(fields, lengths=torch.tensor([1, 4]), token_aligned_fields=named)
+        assert td["input_ids"].is_nested == (named is not None)
+        assert torch.equal(td["what"], fields["what"])
+
+
+def test_without_lengths_nothing_is_packed() -> None:
+    """As in NeMo-RL's ``pack_jagged_fields``."""
+    td = pack_jagged_fields({"input_ids": values((2, 4))}, lengths=None, token_aligned_fields={"input_ids"})
+    assert td.batch_size == torch.Size([2])
+    assert torch.equal(td["input_ids"], values((2, 4)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_field_padded_beyond_the_longest_row_is_packed(dtype: torch.dtype) -> None:
     padded = values((2, 8), dtype)
     padded[:, 4:] = padded[0, 0]
-    assert row_lengths(pack_jagged_fields({"x": padded}, [1, 4])["x"]).tolist() == [1, 4]
+    packed = pack_jagged_fields({"x": padded}, lengths=[1, 4], token_aligned_fields={"x"})["x"]
+    assert row_lengths(packed).tolist() == [1, 4]
 
 
 @pytest.mark.parametrize(
-    ("fields", "per_token", "message"),
+    ("fields", "token_aligned_fields", "message"),
     [
         ({"x": values((3,))}, None, "field 'x': a column of 2 rows is needed; got a tensor of shape"),
         ({"x": ["a"]}, None, "field 'x': a column of 2 rows is needed; got 1 objects"),
         ({"x": "ab"}, None, "field 'x': a column is a tensor, an array or a list; got str"),
         ({"x": values(())}, None, "field 'x': a column of 2 rows"),
-        ({"x": values((2, 2))}, ["x"], "field 'x': the length of row 1 is 4"),
-        ({"x": values((2, 4))}, ["y"], r"per_token names \['y'\]"),
+        ({"x": values((3, 4))}, ["x"], "field 'x': a column of 2 rows is needed; got a tensor of shape"),
+        ({"x": [values((1,)), values((2,))]}, ["x"], "field 'x': row 1 has a tensor of shape"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named(fields: dict[str, Any], per_token: Any, message: str) -> None:
+def test_a_field_that_does_not_fit_is_named(
+    fields: dict[str, Any], token_aligned_fields: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        pack_jagged_fields(fields, [1, 4], per_token=per_token)
+        pack_jagged_fields(fields, lengths=[1, 4], token_aligned_fields=token_aligned_fields)
 
 
 def test_a_batch_of_no_samples_packs() -> None:
-    td = pack_jagged_fields({"x": values((0, 4)), "y": values((0,)), "o": []}, [])
+    td = pack_jagged_fields({"input_ids": values((0, 4)), "y": values((0,)), "o": []}, lengths=[])
     assert td.batch_size == torch.Size([0])
-    assert materialize(td)["o"] == []
+    assert materialize(td)["o"].tolist() == []
 
 
 # responses
@@ -316,12 +340,20 @@ def test_a_response_is_the_end_of_its_row(
 def test_a_response_mask_says_the_lengths() -> None:
     sequences = jagged([torch.arange(5), torch.arange(3)])
     mask = jagged([torch.ones(2), torch.ones(3)])
-    assert [row.tolist() for row in rows_of(response_from_nested(sequences, mask))] == [[3, 4], [0, 1, 2]]
+    responses = response_from_nested(sequences, mask, shift=0)
+    assert [row.tolist() for row in rows_of(responses)] == [[3, 4], [0, 1, 2]]
+
+
+def test_a_response_is_taken_one_token_earlier_unless_told_otherwise() -> None:
+    """As NeMo-RL's ``response_from_nested`` does: outputs, which are about the token after their own."""
+    outputs = jagged([torch.arange(5), torch.arange(3)])
+    mask = jagged([torch.ones(3), torch.ones(2)])
+    assert [row.tolist() for row in rows_of(response_from_nested(outputs, mask))] == [[1, 2, 3], [0, 1]]
 
 
 def test_whole_rows_are_not_copied() -> None:
     sequences = jagged([torch.arange(5), torch.arange(3)])
-    response = response_from_nested(sequences, [5, 3])
+    response = response_from_nested(sequences, [5, 3], shift=0)
     assert response.values().data_ptr() == sequences.values().data_ptr()
 
 
@@ -331,7 +363,7 @@ def test_whole_rows_are_not_copied() -> None:
         ([1, 4], 0, "row 1 has 3 tokens"),
         ([1, 3], 1, "row 1 has 3 tokens"),
         ([1, 1], -1, "shift must be at least 0"),
-        ([1], 0, "for 2 rows"),
+        ([1], 0, "does not fit 2 rows"),
     ],
 )
 def test_a_response_longer_than_its_row_is_refused(lengths: list[int], shift: int, message: str) -> None:
@@ -361,8 +393,10 @@ def test_padded_columns_take_the_pad_value_of_their_field() -> None:
     assert columns["ids"].tolist() == [[1, 2, 3], [4, -1, -1]]
     assert columns["logprobs"].tolist() == [[0.5, 0.5], [0.25, 0.0]]
     assert columns["reward"].tolist() == [1.0, 2.0]
-    assert columns["note"] == ["x", "y"]
-    assert columns["array"] == ["p", {"q": 1}]
+    for name, rows in (("note", ["x", "y"]), ("array", ["p", {"q": 1}])):
+        # Object arrays, as NeMo-RL's materialize gives them.
+        assert columns[name].dtype == object
+        assert columns[name].tolist() == rows
 
 
 def test_padding_goes_up_to_the_length_asked_for() -> None:
@@ -372,14 +406,18 @@ def test_padding_goes_up_to_the_length_asked_for() -> None:
     assert columns["fixed"].tolist() == [[1, 2, 9, 9], [3, 4, 9, 9]]
 
 
-def test_a_dense_column_that_nobody_named_is_not_padded() -> None:
-    assert materialize(batch(), pad_to_seqlen=4)["fixed"].shape == (2, 2)
-    assert materialize(batch(), pad_value_dict={"fixed": 0})["fixed"].shape == (2, 2)
-
-
-def test_a_row_longer_than_asked_for_is_not_cut() -> None:
-    with pytest.raises(ValueError, match="field 'ids': a row has 3 tokens, more than pad_to_seqlen=2"):
-        materialize(batch(), pad_to_seqlen=2)
+def test_every_column_of_two_or_more_dimensions_is_padded_and_none_is_cut() -> None:
+    """As NeMo-RL's ``materialize`` does with ``pad_to_seqlen``."""
+    columns = materialize({**batch(), "image": torch.ones(2, 5, 3)}, pad_to_seqlen=4)
+    assert {name: tuple(columns[name].shape) for name in ("ids", "fixed", "reward", "image")} == {
+        "ids": (2, 4),
+        "fixed": (2, 4),
+        "reward": (2,),
+        "image": (2, 5, 3),
+    }
+    assert columns["fixed"].tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
+    assert materialize(batch(), pad_to_seqlen=2)["ids"].shape == (2, 3)
+    assert materialize(batch(), pad_value_dict={"fixed": 9})["fixed"].shape == (2, 2)
 
 
 def test_jagged_columns_stay_as_they_are() -> None:
@@ -387,7 +425,7 @@ def test_jagged_columns_stay_as_they_are() -> None:
     columns = materialize(td, layout="jagged")
     assert columns["ids"].values().data_ptr() == td["ids"].values().data_ptr()
     assert columns["fixed"].data_ptr() == td["fixed"].data_ptr()
-    assert columns["note"] == ["x", "y"]
+    assert columns["note"].tolist() == ["x", "y"]
 
 
 def test_equal_rows_are_padded_without_a_copy() -> None:
@@ -479,4 +517,4 @@ OBJECTS: list[tuple[Any, list[Any]]] = [
 def test_anything_else_is_one_object_per_row(value: Any, rows: list[Any]) -> None:
     column = as_column(value, 2)
     assert isinstance(column, NonTensorStack)
-    assert materialize(TensorDict({"x": column}, batch_size=[2]))["x"] == rows
+    assert materialize(TensorDict({"x": column}, batch_size=[2]))["x"].tolist() == rows

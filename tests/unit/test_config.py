@@ -1,25 +1,29 @@
 """load_config: where a config comes from, what wins, and what every wrong key is told."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import NotRequired, get_origin, get_type_hints
 
+import msgspec
 import pytest
 
 from rlplane.config import (
     EXEMPLARS,
+    KEYS,
     RESERVED_VARIABLES,
-    SCHEMA,
-    Key,
+    TABLES,
     exemplar_text,
     load_config,
     parse_size,
+    settings,
     validate_config,
 )
 from rlplane.errors import ConfigError, MissingExtraError
-from rlplane.interfaces import DataPlaneConfig, ObservabilityConfig
+from rlplane.interfaces import CheckpointConfig, DataPlaneConfig, ObservabilityConfig
 
+ROOT = Path(__file__).parents[2]
 REQUIRED = {
     "enabled": True,
     "impl": "local",
@@ -204,24 +208,23 @@ def test_an_unknown_variable_gets_the_nearest_one(monkeypatch: pytest.MonkeyPatc
         load_config(REQUIRED)
 
 
+def test_a_variable_of_a_removed_key_says_what_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPLANE_CLIENT_TIMEOUT_S", "2")
+    with pytest.raises(ConfigError, match=r"'reconnect_timeout_s'.*RLPLANE_CLIENT_TIMEOUT_S"):
+        load_config(REQUIRED)
+
+
 @pytest.mark.parametrize("variable", [*RESERVED_VARIABLES, "RLPLANE_TEST_ANYTHING", "RLPLANE_BENCH_X"])
 def test_a_reserved_variable_is_not_taken_for_a_key(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "x")
     assert load_config(REQUIRED) == REQUIRED
 
 
-def test_the_inherited_controller_address_only_fills_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLPLANE_CONTROLLER_ADDRESS", "ipc:///inherited")
-    assert load_config("shm")["controller_address"] == "ipc:///inherited"
-    explicit = load_config("shm", {"controller_address": "ipc:///mine"})
-    assert explicit["controller_address"] == "ipc:///mine"
-
-
-@pytest.mark.parametrize("exemplar", ["local", "cluster-simple", "cluster-mooncake"])
-def test_the_address_of_a_shm_plane_is_not_taken_by_another_engine(
+@pytest.mark.parametrize("exemplar", EXEMPLARS)
+def test_a_config_does_not_name_the_plane_that_this_process_has(
     monkeypatch: pytest.MonkeyPatch, exemplar: str
 ) -> None:
-    monkeypatch.setenv("RLPLANE_CONTROLLER_ADDRESS", "ipc:///inherited")
+    monkeypatch.setenv("RLPLANE_CONTROLLER_ADDRESS", "shm:///dev/shm/rlplane-of-before")
     assert "controller_address" not in load_config(exemplar)
 
 
@@ -297,11 +300,23 @@ def test_all_missing_keys_are_named_at_once() -> None:
         ("observability", {"enabled": True, "callback": "print"}, "a function"),
         ("observability", {"enabled": True, "track_partitions": "train"}, "list of names"),
         ("observability", {"enabled": True, "track_partitions": [1]}, "list of names"),
-        ("transfer_queue", {"mooncake_protocol": "udp"}, "one of tcp, rdma; got 'udp'"),
+        ("transfer_queue", {"mooncake_protocol": "udp"}, "one of rdma, tcp; got 'udp'"),
         ("transfer_queue", {"node": "x"}, "did you mean 'transfer_queue.node_ip'"),
         ("enable", True, "unknown config key 'enable'; did you mean 'enabled'"),
         ("metrics_address", "x", "did you mean 'observability.metrics_address'"),
         ("zzzzzz", 1, "unknown config key 'zzzzzz'$"),
+        ("reconnect_timeout_s", -1, "'reconnect_timeout_s' must be a number, at least 0; got -1"),
+        ("reconnect_timeout_s", float("inf"), "got inf"),
+        ("journal", "yes", "'journal' must be true or false; got 'yes', a str"),
+        ("journal_dir", "", "'journal_dir' must be text"),
+        ("checkpoint", {"dir": "x"}, "missing: checkpoint.every_s;"),
+        ("checkpoint", {"dir": "x", "every_s": 0}, "'checkpoint.every_s' must be a number, more than 0"),
+        ("checkpoint", {"dir": "x", "every_s": 1, "keep": 0}, "'checkpoint.keep'.*at least 1; got 0"),
+        ("checkpoint", {"dir": "x", "evry_s": 1}, "did you mean 'checkpoint.every_s'"),
+        ("client_timeout_s", 2.0, "'client_timeout_s' was removed.*'reconnect_timeout_s'"),
+        ("simple", {"storage_capcity": 1}, "did you mean 'simple.storage_capacity'"),
+        ("mooncake_cpu", {"local_buffer_size": "4 G"}, "'mooncake_cpu.local_buffer_size' must be a size"),
+        ("mooncake_cpu", 4, "'mooncake_cpu' must be a table"),
         ("backend", "simple", "one of memory, shm for impl 'local'; got 'simple'"),
         ("impl", "transferqueue", "did you mean 'transfer_queue'"),
     ],
@@ -350,18 +365,88 @@ def test_what_is_not_a_size_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("types", "schema"), [(DataPlaneConfig, SCHEMA), (ObservabilityConfig, SCHEMA["observability"])]
+    ("types", "table"),
+    [(DataPlaneConfig, ""), (ObservabilityConfig, "observability"), (CheckpointConfig, "checkpoint")],
 )
-def test_the_schema_has_the_keys_of_the_typed_dict(types: type, schema: dict[str, Key]) -> None:
+def test_the_keys_are_those_of_the_typed_dict(types: type, table: str) -> None:
     hints = get_type_hints(types, include_extras=True)
     required = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
-    assert set(schema) == set(hints)
-    assert {name for name, key in schema.items() if isinstance(key, Key) and key.required} == required
+    fields = msgspec.structs.fields(TABLES[table])
+    assert {field.name for field in fields} == set(hints)
+    assert {field.name for field in fields if field.required} == required
+
+
+def test_the_documentation_has_the_tables_of_the_keys() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "config_tables.py"))
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    assert script["renewed"](text) == text, "run: python scripts/config_tables.py"
 
 
 def test_the_documentation_lists_every_key_and_variable() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
-    names = [name for name, entry in SCHEMA.items() if isinstance(entry, Key)]
-    names += [f"{t}.{k}" for t, entry in SCHEMA.items() if isinstance(entry, dict) for k in entry]
-    missing = [name for name in [*names, *RESERVED_VARIABLES, *EXEMPLARS] if f"`{name}`" not in text]
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    missing = [name for name in [*KEYS, *RESERVED_VARIABLES, *EXEMPLARS] if f"`{name}`" not in text]
     assert missing == []
+
+
+def test_what_a_config_leaves_out_has_its_default_as_a_setting() -> None:
+    config = load_config({**REQUIRED, "checkpoint": {"dir": "/tmp/c", "every_s": 60}})
+    found = settings(config)
+    assert config["checkpoint"] == {"dir": "/tmp/c", "every_s": 60.0}
+    assert found.checkpoint is not None and found.checkpoint.keep == 2
+    assert (found.reconnect_timeout_s, found.journal) == (30.0, True)
+    assert found.observability is None
+
+
+# As NeMo-RL writes it
+
+NEMO_RL = {
+    "enabled": True,
+    "impl": "transfer_queue",
+    "backend": "simple",
+    "claim_meta_poll_interval_s": 0.5,
+    "simple": {"storage_capacity": 7, "num_storage_units": 4},
+    "mooncake_cpu": {
+        "global_segment_size": 1 << 36,
+        "local_buffer_size": "4 GiB",
+        "reuse_registered_buffers": True,
+        "checkpoint": {"enabled": False},
+    },
+    "observability": {"enabled": True, "verify_tensor_hash": False},
+}
+
+
+def test_the_table_of_the_chosen_backend_is_read() -> None:
+    simple = load_config(NEMO_RL)
+    assert (simple["storage_capacity"], simple["num_storage_units"]) == (7, 4)
+    assert set(simple) == {*REQUIRED, "observability"}
+    assert simple["observability"] == {"enabled": True}
+    mooncake = validate_config({**NEMO_RL, "backend": "mooncake_cpu"})
+    assert (mooncake["global_segment_size"], mooncake["local_buffer_size"]) == (1 << 36, 4 << 30)
+
+
+def test_a_size_that_the_tables_leave_out_is_that_of_the_exemplar() -> None:
+    exemplar = load_config("cluster-mooncake")
+    config = load_config({**NEMO_RL, "backend": "mooncake_cpu", "mooncake_cpu": None, "simple": {}})
+    for name in ("storage_capacity", "num_storage_units", "global_segment_size", "local_buffer_size"):
+        assert config[name] == exemplar[name]
+
+
+def test_a_table_of_another_backend_neither_counts_nor_contradicts() -> None:
+    config = load_config({**NEMO_RL, "global_segment_size": "1 GiB"})
+    assert config["global_segment_size"] == 1 << 30
+
+
+def test_a_flat_key_may_repeat_what_the_table_says_and_not_contradict_it() -> None:
+    assert load_config({**NEMO_RL, "storage_capacity": 7})["storage_capacity"] == 7
+    with pytest.raises(ConfigError, match=r"'storage_capacity' and 'simple\.storage_capacity'.*8 and 7"):
+        load_config({**NEMO_RL, "storage_capacity": 8})
+
+
+def test_a_later_size_wins_in_whichever_form_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPLANE_STORAGE_CAPACITY", "8")
+    assert load_config(NEMO_RL)["storage_capacity"] == 8
+    assert load_config(NEMO_RL, ["simple.storage_capacity=9"])["storage_capacity"] == 9
+    flat = {**REQUIRED, "impl": "transfer_queue", "backend": "simple"}
+    assert load_config(flat, {"simple.storage_capacity": 9})["storage_capacity"] == 9
+    changed = load_config(NEMO_RL, {"backend": "mooncake_cpu"})
+    assert changed["global_segment_size"] == 1 << 36

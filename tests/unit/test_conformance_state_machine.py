@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.unit.reference_adapter import ReferencePlanes
 
 from rlplane.errors import MissingExtraError
 from rlplane.testing import data_plane_state_machine
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reference_adapter import ReferencePlanes
 
 TestReferencePlane = data_plane_state_machine(ReferencePlanes()).TestCase
 TestReferencePlane.settings = settings(TestReferencePlane.settings, max_examples=60, stateful_step_count=40)

@@ -11,7 +11,7 @@ import pytest
 
 import rlplane.testing
 from rlplane.testing import checks
-from rlplane.testing.table import promises_table, quotes_from_nowhere, unproven
+from rlplane.testing.promises_table import promises_table, quotes_from_nowhere, unproven
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -37,7 +37,9 @@ def test_every_quote_is_in_the_contract_or_in_the_docstrings():
 
 def test_the_table_of_promises_is_up_to_date():
     table = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
-    assert table == promises_table(CONTRACT), "write it with python -m rlplane.testing.table docs/contract.md"
+    assert table == promises_table(CONTRACT), (
+        "write it with python -m rlplane.testing.promises_table docs/contract.md"
+    )
 
 
 def test_a_sentence_that_no_check_quotes_is_found():
@@ -70,9 +72,9 @@ def test_the_plugin_runs_each_promise_as_a_test_and_nothing_else(tmp_path):
 
 def test_the_plugin_quotes_the_promise_that_an_adapter_breaks(tmp_path):
     (tmp_path / "planes.py").write_text(
-        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
-        "from broken_adapters import ForgetsTheTail\n"
-        "from reference_adapter import ReferencePlanes\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.unit.broken_adapters import ForgetsTheTail\n"
+        "from tests.unit.reference_adapter import ReferencePlanes\n"
         "planes = ReferencePlanes(ForgetsTheTail, time_scale=0.05)\n"
     )
     result = run_pytest("--data-plane=planes.py:planes", "-k", "the_last_samples", cwd=tmp_path)

@@ -160,7 +160,7 @@ def test_a_client_that_cannot_be_wrapped_is_closed(plugin: str, monkeypatch: pyt
 
     made: list[Any] = []
 
-    def fail(client: Any, cfg: Any) -> DataPlaneClient:
+    def fail(client: Any, cfg: Any, **more: Any) -> DataPlaneClient:
         made.append(client)
         raise RuntimeError("no aggregator")
 

@@ -64,8 +64,8 @@ import rlplane
 if __name__ == "__main__":
     with rlplane.build_data_plane_client(rlplane.load_config({exemplar!r})) as client:
         client.register_partition("p", ["x"], 2, ["t"])
-        rlplane.kv_first_write(client, partition_id="p", sample_ids=["a", "b"],
-            fields={{"x": torch.ones(2, 3)}}, lengths=[3, 1])
+        rlplane.kv_first_write({{"x": torch.ones(2, 3)}}, sample_ids=["a", "b"], dp_client=client,
+            partition_id="p", lengths=[3, 1], token_aligned_fields=["x"])
         meta = client.claim_meta("p", "t", ["x"], 2)
         assert rlplane.read_columns(client, meta)["x"].tolist() == [[1, 1, 1], [1, 0, 0]]
 """

@@ -33,16 +33,16 @@ def test_the_size_is_the_number_of_samples() -> None:
     assert KVBatchMeta("p", None, []).size == 0
 
 
-@pytest.mark.parametrize("name", ["sequence_lengths", "tags"])
-def test_a_column_of_another_length_is_refused(name: str) -> None:
+@pytest.mark.parametrize(("name", "column"), [("sequence_lengths", [1]), ("tags", [{}])])
+def test_a_column_of_another_length_is_refused(name: str, column: list[Any]) -> None:
     with pytest.raises(ValueError, match=rf"{name} has 1 entries for 4 sample_ids"):
-        make(**{name: [{}] if name == "tags" else [1]})
+        make(4, **{name: column})
 
 
 @pytest.mark.parametrize("name", ["sample_ids", "fields"])
 def test_text_is_not_a_list_of_names(name: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name} is a list of names; got the text 'abcd'"):
-        make(**{name: "abcd"})
+        make(4, **{name: "abcd"})
 
 
 def test_lengths_may_come_as_a_tensor() -> None:
@@ -116,14 +116,13 @@ def test_a_computed_tensor_in_extra_info_is_copied_without_its_graph() -> None:
 
 def test_stamping_makes_tags_of_plain_values() -> None:
     meta = KVBatchMeta("p", None, ["a", "b"])
-    meta.stamp_tags(
-        {
-            "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
-            "array": np.array([1, 2], dtype=np.int8),
-            "list": ["x", None],
-            "scalars": [torch.tensor(3), np.float32(4.0)],
-        }
-    )
+    columns: dict[str, Any] = {
+        "tensor": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
+        "array": np.array([1, 2], dtype=np.int8),
+        "list": ["x", None],
+        "scalars": [torch.tensor(3), np.float32(4.0)],
+    }
+    meta.stamp_tags(columns)
     assert meta.tags == [
         {"tensor": 1.5, "array": 1, "list": "x", "scalars": 3},
         {"tensor": 2.5, "array": 2, "list": None, "scalars": 4.0},
@@ -195,10 +194,11 @@ def test_dropping_nothing_is_a_copy() -> None:
     assert make().drop([]) == make()
 
 
-def test_with_fields_changes_the_fields_alone() -> None:
-    meta = make().with_fields(["a", "b"])
-    assert meta.fields == ["a", "b"]
-    assert meta == make(fields=["a", "b"])
+def test_with_fields_adds_to_the_fields_alone() -> None:
+    """Each once and in order, as NeMo-RL's ``KVBatchMeta.with_fields`` does."""
+    meta = make().with_fields(["a", "input_ids", "b", "a"])
+    assert meta == make(fields=["input_ids", "a", "b"])
+    assert make(fields=None).with_fields(("x", "y", "x")).fields == ["x", "y"]
 
 
 def test_replace_drops_tags_unless_they_are_given() -> None:
@@ -216,7 +216,7 @@ def test_concat_appends_rows_in_order() -> None:
 
 
 def test_concat_of_another_partition_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot concat partition 'eval' to 'train'"):
+    with pytest.raises(ValueError, match="cannot concat 'eval' to 'train': partition_ids must match"):
         make().concat(make(partition_id="eval"))
 
 
@@ -224,8 +224,12 @@ def test_concat_keeps_only_what_every_part_has() -> None:
     joined = make(2).concat(make(2, sequence_lengths=None, tags=None, fields=["input_ids", "reward"]))
     assert joined.sequence_lengths is None
     assert joined.tags is None
-    assert joined.fields == ["input_ids"]
-    assert make(2).concat(make(2, fields=None)).fields is None
+
+
+def test_concat_has_the_fields_of_the_first() -> None:
+    """As NeMo-RL's ``KVBatchMeta.concat`` does."""
+    assert make(2).concat(make(2, fields=["reward"])).fields == ["input_ids"]
+    assert make(2, fields=None).concat(make(2)).fields is None
 
 
 def test_an_empty_part_takes_nothing_away_from_a_concat() -> None:
@@ -358,16 +362,21 @@ def test_the_abstract_methods_are_those_of_the_contract() -> None:
     [
         (
             "register_partition",
-            "partition_id, fields, num_samples, consumer_tasks, grpo_group_size=None, enums=None",
+            "partition_id, fields, num_samples, consumer_tasks, grpo_group_size=None, enums=None, *,"
+            " flow=None, produces=None",
         ),
         (
             "claim_meta",
             "partition_id, task_name, required_fields, batch_size, dp_rank=None, blocking=True,"
-            " timeout_s=60.0, *, where=None",
+            " timeout_s=60.0, *, where=None, max_tokens=None, order=None, dp_world=None, step=None,"
+            " max_uses=1, repeat_where=None",
         ),
         ("get_data", "meta, select_fields=None"),
         ("check_consumption_status", "partition_id, task_names"),
-        ("put_samples", "sample_ids, partition_id, fields=None, tags=None, *, timeout_s=60.0"),
+        (
+            "put_samples",
+            "sample_ids, partition_id, fields=None, tags=None, *, timeout_s=60.0, must_exist=False",
+        ),
         ("get_samples", "sample_ids, partition_id, select_fields"),
         ("clear_samples", "sample_ids, partition_id"),
         ("close", ""),

@@ -30,7 +30,7 @@ from rlplane.observability import (
     log_event,
     wrap_with_observability,
 )
-from rlplane.observability.sizes import object_bytes, total_bytes
+from rlplane.observability.sizes import object_bytes
 from rlplane.transfer_stats import TransferRecord, TransferStats
 
 SIX_KEYS = {"op", "partition_id", "n_keys", "n_bytes", "wall_ms", "status"}
@@ -95,7 +95,7 @@ def test_every_operation_gives_one_event_with_its_tag(
     assert {event["partition_id"] for event in events} == {"p", ""}
 
 
-def test_a_failed_operation_raises_the_engines_error_and_says_error(
+def test_a_failed_operation_raises_the_engines_error_and_says_whether_it_was_a_timeout(
     client: MetricsDataPlaneClient, events: list[DataPlaneEvent]
 ) -> None:
     with pytest.raises(KeyError, match="nobody"):
@@ -104,9 +104,9 @@ def test_a_failed_operation_raises_the_engines_error_and_says_error(
         client.claim_meta("p", "train", ["x"], 2, timeout_s=0.0)
     with pytest.raises(ValueError, match="a"):
         client.put_samples(["a", "a"], "p", batch(["a", "a"]))
-    assert [event["status"] for event in events[1:]] == ["error"] * 3
+    assert [event["status"] for event in events[1:]] == ["error", "timeout", "error"]
     snapshot = client.snapshot()
-    assert snapshot["failed_ops"] == 3
+    assert (snapshot["failed_ops"], snapshot["claim_timeouts"]) == (2, 1)
     assert snapshot["bytes_outstanding"] == snapshot["total_bytes"] == 0
 
 
@@ -153,6 +153,9 @@ def test_a_failed_clear_changes_nothing(
     assert client.snapshot()["bytes_outstanding"] == 16
 
 
+SHARED = torch.zeros(1000)
+
+
 @pytest.mark.parametrize(
     ("value", "size"),
     [
@@ -177,11 +180,13 @@ def test_a_failed_clear_changes_nothing(
         (NonTensorData(["ab", b"xyz"], batch_size=[2]), 5),
         (np.array([{"a": 1}, "four"], dtype=object), 13),
         (NonTensorStack(np.zeros(3), np.zeros((2, 2), dtype=np.int8)), 28),
+        (NonTensorStack({"k": SHARED}, {"k": [SHARED]}), 4002),
+        (NonTensorStack({"k": SHARED}, {"k": SHARED[:500]}), 6002),
+        (TensorDict({"k": torch.zeros(2, 5), "o": NonTensorStack("ab", "c")}, batch_size=[2]), 43),
     ],
 )
 def test_the_size_of_a_column_is_that_of_its_data(value: Any, size: int) -> None:
     fields = TensorDict({"x": value}, batch_size=[2])
-    assert total_bytes(fields) == size
     assert observability._td_bytes(fields) == size
     assert observability._td_bytes(None) == 0
 
@@ -246,7 +251,7 @@ def test_reconciling_happens_by_itself(client: MetricsDataPlaneClient) -> None:
     wait_for(lambda: client.snapshot()["bytes_outstanding"] == 0)
 
 
-def test_a_sample_that_is_put_while_the_engine_is_asked_stays_on_the_books(
+def test_a_sample_that_is_put_while_the_engine_is_asked_is_still_counted(
     client: MetricsDataPlaneClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.put_samples(["a"], "p", batch(["a"]))
@@ -262,7 +267,7 @@ def test_a_sample_that_is_put_while_the_engine_is_asked_stays_on_the_books(
     assert client.snapshot()["bytes_outstanding"] == 32
 
 
-def test_loading_a_checkpoint_empties_the_books(
+def test_loading_a_checkpoint_sets_outstanding_bytes_to_zero(
     client: MetricsDataPlaneClient, events: list[DataPlaneEvent], tmp_path: Path
 ) -> None:
     client.save_checkpoint(str(tmp_path / "empty"))
@@ -291,7 +296,7 @@ def test_many_threads_at_once_add_up_exactly(client: MetricsDataPlaneClient) -> 
     assert snapshot["keys_outstanding"] == 6 * 40 * 3
 
 
-def test_the_documented_private_methods_keep_the_books(
+def test_the_documented_private_methods_count_bytes(
     client: MetricsDataPlaneClient, events: list[DataPlaneEvent]
 ) -> None:
     client._record_put("q", ["a", "b", "c"], 100)
@@ -326,10 +331,10 @@ def test_what_the_engine_lacks_it_lacks_behind_the_wrapper_too(client: MetricsDa
 
 def test_an_engine_written_for_the_plain_contract_gets_no_arguments_it_does_not_know() -> None:
     class Plain(MemoryDataPlaneClient):
-        def put_samples(self, sample_ids, partition_id, fields=None, tags=None):  # type: ignore[no-untyped-def, override]
+        def put_samples(self, sample_ids, partition_id, fields=None, tags=None):  # type: ignore[override]
             return super().put_samples(sample_ids, partition_id, fields, tags)
 
-        def claim_meta(  # type: ignore[no-untyped-def, override]
+        def claim_meta(  # type: ignore[override]
             self,
             partition_id,
             task_name,
@@ -373,7 +378,7 @@ def test_close_is_idempotent_and_later_calls_fail_as_the_engine_says(client: Met
     assert client.snapshot()["ops"]["close"]["count"] == 1
 
 
-def test_the_books_do_not_keep_the_data_alive(client: MetricsDataPlaneClient) -> None:
+def test_the_accounting_does_not_keep_the_data_alive(client: MetricsDataPlaneClient) -> None:
     freed = threading.Event()
     data = np.zeros((2, 1000))
 
@@ -388,11 +393,11 @@ def test_the_books_do_not_keep_the_data_alive(client: MetricsDataPlaneClient) ->
 
 
 def test_partitions_and_field_sets_that_come_and_go_do_not_pile_up(client: MetricsDataPlaneClient) -> None:
-    books = client._journal.books
+    outstanding = client._dispatcher.accounting.outstanding
     for step in range(3000):
         client._record_put(f"step-{step}", ["a"], 10)
         client._record_clear(f"step-{step}", None)
-    assert len(books._partitions) <= 1025
+    assert len(outstanding._partitions) <= 1025
     assert client.snapshot()["bytes_outstanding"] == 0
 
 
@@ -495,7 +500,7 @@ def remember(event: DataPlaneEvent) -> None:
     module_level_events.append(event)
 
 
-def test_it_pickles_if_its_inner_does_and_starts_with_empty_books() -> None:
+def test_it_pickles_if_its_inner_does_and_starts_at_zero() -> None:
     inner = Picklable(load_config("local", {"controller_address": "pickled"}), bootstrap=True)
     original = MetricsDataPlaneClient(inner, remember, sinks=["logging"], track_partitions=["p"])
     original.register_partition("p", ["x"], 1, ["t"])
@@ -567,25 +572,25 @@ def _put_and_leave(path: str) -> None:
 def test_the_engines_transfers_are_taken_over_summed_up_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rlplane.observability")
     inner = memory_client("transfers")
-    inner.transfer_stats = TransferStats()  # type: ignore[attr-defined]
+    inner.transfer_stats = TransferStats()
     client = MetricsDataPlaneClient(inner, transfer_log_interval_s=0.05)
     client.register_partition("p", ["x"], 1, ["t"])
-    inner.transfer_stats.record_transfer(TransferRecord(2**20, 2, 0.001, 0.01))  # type: ignore[attr-defined]
+    inner.transfer_stats.record_transfer(TransferRecord(2**20, 2, 0.001, 0.01))
     wait_for(lambda: "TransferStats over the last" in caplog.text)
-    inner.transfer_stats.record_failed_transfer()  # type: ignore[attr-defined]
+    inner.transfer_stats.record_failed_transfer()
     assert client.transfer_stats.num_successful_transfers == 1
     snapshot = client.snapshot()
     assert snapshot["transfers"]["Num successful transfers"] == 1
     assert snapshot["transfers"]["Num failed transfers"] == 1
-    assert inner.transfer_stats.is_empty()  # type: ignore[attr-defined]
+    assert inner.transfer_stats.is_empty()
     client.close()
 
 
 def test_the_transfer_log_is_silent_when_nothing_happened(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rlplane.observability")
     inner = memory_client("silent")
-    inner.transfer_stats = TransferStats()  # type: ignore[attr-defined]
+    inner.transfer_stats = TransferStats()
     client = MetricsDataPlaneClient(inner, transfer_log_interval_s=0.01)
-    client._watcher.log_transfers(10)
+    client._monitor.log_transfers(10)
     client.close()
     assert "TransferStats" not in caplog.text

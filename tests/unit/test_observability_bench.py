@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlplane.bench.observability import TARGETS, _compare, _Described, _Nothing, render
+from rlplane_benchmarks.observability import TARGETS, _compare, _Described, _Nothing, render
 
 
 @pytest.mark.parametrize("rows", [8, 512])

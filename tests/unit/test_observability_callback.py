@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tensordict import TensorDict
 from rlplane.adapters.local.memory import MemoryDataPlaneClient
 from rlplane.config import load_config
 from rlplane.observability import DataPlaneEvent, MetricsDataPlaneClient
-from rlplane.sinks.outlet import Outlet
+from rlplane.sinks.isolated import IsolatedConsumer
 
 
 @pytest.fixture
@@ -132,30 +133,30 @@ def test_a_callback_may_use_the_client(inner):
     client.close()
 
 
-# The outlet by itself.
+# The consumer by itself.
 
 
-def test_an_outlet_whose_queue_is_full_drops_the_newest_and_counts_them(caplog):
+def test_an_isolated_consumer_whose_queue_is_full_drops_the_newest_and_counts_them(caplog):
     gate, seen = threading.Event(), []
 
     def deliver(items):
         gate.wait()
         seen.extend(items)
 
-    outlet = Outlet("test", deliver, max_queue=5, max_batch=5)
-    outlet.offer([0])
-    while outlet.state()["waiting"]:  # Until the thread has taken the first one.
+    consumer = IsolatedConsumer("test", deliver, max_queue=5, max_batch=5)
+    consumer.offer([0])
+    while consumer.state()["waiting"]:  # Until the thread has taken the first one.
         threading.Event().wait(0.001)
-    outlet.offer(list(range(1, 20)))
-    outlet.offer([99])
-    assert outlet.dropped == 15
+    consumer.offer(list(range(1, 20)))
+    consumer.offer([99])
+    assert consumer.dropped == 15
     gate.set()
-    assert outlet.flush(10)
+    assert consumer.flush(10)
     assert seen == [0, 1, 2, 3, 4, 5]
-    outlet.close()
+    consumer.close()
 
 
-def test_an_outlet_that_is_stuck_is_switched_off_with_a_warning(caplog):
+def test_an_isolated_consumer_that_is_stuck_is_switched_off_with_a_warning(caplog):
     caplog.set_level(logging.WARNING)
     entered, release = threading.Event(), threading.Event()
 
@@ -163,16 +164,16 @@ def test_an_outlet_that_is_stuck_is_switched_off_with_a_warning(caplog):
         entered.set()
         release.wait()
 
-    outlet = Outlet("a stuck one", deliver, stuck_after_s=0.0)
-    outlet.offer([1])
+    consumer = IsolatedConsumer("a stuck one", deliver, stuck_after_s=0.0)
+    consumer.offer([1])
     assert entered.wait(10)
     threading.Event().wait(0.002)
-    outlet.offer([2])
-    assert not outlet.enabled
-    assert outlet.flush(10)
+    consumer.offer([2])
+    assert not consumer.enabled
+    assert consumer.flush(10)
     while "a stuck one is switched off" not in caplog.text:
         threading.Event().wait(0.001)
-    outlet.close(timeout_s=60)  # Returns at once: there is nothing to wait for.
+    consumer.close(timeout_s=60)  # Returns at once: there is nothing to wait for.
     release.set()
 
 
@@ -184,36 +185,36 @@ def test_a_log_handler_that_is_stuck_does_not_hold_up_whoever_offers():
             entered.set()
             release.wait()
 
-    logger = logging.getLogger("rlplane.sinks.outlet")
+    logger = logging.getLogger("rlplane.sinks.isolated")
     handler = Stuck()
     logger.addHandler(handler)
     try:
-        outlet = Outlet("logs", lambda items: logger.warning("delivering"), stuck_after_s=0.0)
-        outlet.offer([1])
+        consumer = IsolatedConsumer("logs", lambda items: logger.warning("delivering"), stuck_after_s=0.0)
+        consumer.offer([1])
         assert entered.wait(10)
         threading.Event().wait(0.002)
-        outlet.offer([2])
-        assert not outlet.enabled
+        consumer.offer([2])
+        assert not consumer.enabled
     finally:
         release.set()
         logger.removeHandler(handler)
 
 
-def test_closing_an_outlet_delivers_the_rest_and_closes_what_is_behind_it():
-    seen = []
-    outlet = Outlet("test", seen.extend, lambda: seen.append("closed"))
-    outlet.offer([1, 2])
-    outlet.close()
-    outlet.close()
-    outlet.offer([3])
+def test_closing_an_isolated_consumer_delivers_the_rest_and_closes_it():
+    seen: list[Any] = []
+    consumer = IsolatedConsumer("test", seen.extend, lambda: seen.append("closed"))
+    consumer.offer([1, 2])
+    consumer.close()
+    consumer.close()
+    consumer.offer([3])
     assert seen == [1, 2, "closed"]
-    assert outlet.dropped == 1
+    assert consumer.dropped == 1
 
 
 def test_a_close_that_fails_is_logged_and_nothing_more(caplog):
     def broken():
         raise OSError("disk full")
 
-    outlet = Outlet("test", lambda items: None, broken)
-    outlet.close()
+    consumer = IsolatedConsumer("test", lambda items: None, broken)
+    consumer.close()
     assert "could not be closed" in caplog.text

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from tests.simulated_run import SimulatedRun, series_of
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.metrics.snapshot import CounterStat, MetricsSnapshot, SessionState
 from rlplane.sinks.prometheus import render, start_http
-from rlplane.testing.pictures import PicturedRun, series_of
 
 DASHBOARDS = Path(__file__).parents[2] / "dashboards" / "grafana"
 RULES = DASHBOARDS / "rlplane-alerts.yml"
@@ -26,7 +26,7 @@ _NAME = re.compile(r"\brlplane_[a-z_]+")
 
 @pytest.fixture
 def snapshot() -> MetricsSnapshot:
-    run = PicturedRun(['rollouts "A"\n', "<script>"], slow_task="logprob")
+    run = SimulatedRun(['rollouts "A"\n', "<script>"], slow_task="logprob")
     run.fail("boom")
     for _ in range(5):
         picture = run.step()
@@ -41,7 +41,7 @@ def snapshot() -> MetricsSnapshot:
         series_of("transfer_descriptors", [1, 8, 64], unit="1"),
         CounterStat("op_timeouts", 1, {"op": "claim_meta", "partition": "<script>"}),
         CounterStat("samples_reclaimed", 1, {"partition": "<script>", "task": "train"}),
-        CounterStat("samples_failed", 1, {"partition": "<script>"}),
+        CounterStat("tracked_samples_failed", 1, {"partition": "<script>"}),
     ]
     return picture
 
@@ -88,7 +88,7 @@ def test_the_transfer_statistics_failure_counters_are_there(snapshot: MetricsSna
     assert found["rlplane_failed_transfers_total", ()] == 3
     assert found["rlplane_failed_notifications_total", ()] == 2
     assert found["rlplane_expired_requests_total", ()] == 1
-    none = samples(PicturedRun().step())
+    none = samples(SimulatedRun().step())
     assert none["rlplane_failed_transfers_total", ()] == 0
 
 
@@ -114,7 +114,7 @@ def test_histograms_are_cumulative_in_seconds_and_start_below_a_millisecond(
 
 
 def test_a_histograms_counts_never_fall_from_one_scrape_to_the_next() -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     before = samples(run.step())
     for _ in range(5):
         after = samples(run.step())
@@ -125,7 +125,7 @@ def test_a_histograms_counts_never_fall_from_one_scrape_to_the_next() -> None:
 
 
 def test_a_value_counts_in_the_bucket_that_its_bound_names() -> None:
-    picture = PicturedRun().step()
+    picture = SimulatedRun().step()
     picture.metrics = [series_of("transfer_duration", [300_000, 300_000, 2_000_000_000])]
     found = samples(picture)
     assert found["rlplane_transfer_duration_seconds_bucket", (("le", "0.00025"),)] == 0
@@ -143,7 +143,7 @@ def test_no_sample_id_and_no_worker_gets_into_a_label(snapshot: MetricsSnapshot)
     text = exposition(snapshot)
     assert all(life.sample_id not in text for life in snapshot.oldest)
     assert all(worker.worker not in text for worker in snapshot.workers)
-    allowed = {"op", "partition", "task", "state", "le", "run_id", "host"}
+    allowed = {"op", "partition", "task", "field", "reason", "state", "le", "run_id", "host"}
     labels = {label for (_, pairs) in samples(snapshot) for label, _ in pairs}
     assert labels <= allowed
 

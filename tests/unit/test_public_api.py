@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import rlplane
-from rlplane import codec, columns, errors, interfaces
+from rlplane import errors, interfaces
+from rlplane.columns import codec, io
 
 SOURCE = Path(rlplane.__file__)
 
@@ -36,8 +37,14 @@ def test_all_names_what_type_checkers_are_shown() -> None:
 def test_every_error_and_every_part_of_the_contract_is_public() -> None:
     assert set(errors.__all__) <= set(rlplane.__all__)
     assert set(interfaces.__all__) <= set(rlplane.__all__)
-    helpers = {"as_column", "row_lengths", "LENGTH_TAG"}  # for adapters, from the module that owns them
-    assert {*codec.__all__, *columns.__all__} - helpers <= set(rlplane.__all__)
+    helpers = {
+        "as_column",
+        "row_lengths",
+        "LENGTH_TAG",
+        "PAD_TO",
+        "TOKEN_ALIGNED_FIELDS",
+    }  # for adapters, from the module that owns them
+    assert {*codec.__all__, *io.__all__} - helpers <= set(rlplane.__all__)
 
 
 def test_a_public_name_is_the_one_of_its_module() -> None:
@@ -60,11 +67,41 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert rlplane.__version__ == version("rlplane")
 
 
-def test_the_layout_comment_names_every_part_of_the_package() -> None:
-    comment = "\n".join(line for line in SOURCE.read_text().splitlines() if line.startswith("#"))
-    parts = {path.stem if path.is_file() else path.name for path in SOURCE.parent.iterdir()}
-    parts -= {"__init__", "__pycache__", "py"}
-    assert sorted(part for part in parts if part not in comment) == []
+def layout_comment() -> str:
+    return "\n".join(line for line in SOURCE.read_text().splitlines() if line.startswith("#"))
+
+
+def wrong_in_layout(comment: str) -> dict[str, list[str]]:
+    """What a layout comment lacks, and what it names that is not there.
+
+    It names a module as ``name.py`` and a package as ``name/``, with the packages that it is in before it.
+    """
+    parts = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in SOURCE.parent.iterdir()
+        if (path.is_dir() and path.name != "__pycache__") or (path.suffix == ".py" and path != SOURCE)
+    }
+    named = set(re.findall(r"(?<!\S)([\w/]+(?:\.py|/))(?=[\s,;:.]|$)", comment))
+    top = {re.sub(r"/.*", "/", name) for name in named}
+    absent = [name for name in sorted(named) if not (SOURCE.parent / name).exists()]
+    return {"missing": sorted(parts - top), "not there": absent}
+
+
+def test_the_layout_comment_names_every_part_of_the_package_and_nothing_else() -> None:
+    assert wrong_in_layout(layout_comment()) == {"missing": [], "not there": []}
+
+
+@pytest.mark.parametrize("name", ["cli/", "demo/", "errors.py"])
+def test_a_part_that_the_layout_comment_forgets_is_found(name: str) -> None:
+    assert wrong_in_layout(layout_comment().replace(f" {name}", " ")) == {"missing": [name], "not there": []}
+
+
+@pytest.mark.parametrize("name", ["nosuch.py", "cli/nosuch.py", "nosuch/", "adapters/nosuch/"])
+def test_a_name_in_the_layout_comment_that_is_not_there_is_found(name: str) -> None:
+    assert wrong_in_layout(f"{layout_comment()}\n#   {name}  what it is") == {
+        "missing": [],
+        "not there": [name],
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +109,7 @@ def test_the_layout_comment_names_every_part_of_the_package() -> None:
     [
         "import rlplane",
         "from rlplane import load_config; load_config('shm')",
-        "import rlplane.interfaces, rlplane.errors, rlplane.sharding",
+        "import rlplane.interfaces, rlplane.errors, rlplane.columns.sharding",
         "import rlplane.factory",
     ],
 )

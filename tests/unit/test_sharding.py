@@ -1,6 +1,7 @@
 """shard_meta_for_dp: nothing lost, nothing doubled, and the ranks alike."""
 
 import pickle
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlplane.columns.sharding import shard_meta_for_dp
 from rlplane.interfaces import KVBatchMeta
-from rlplane.sharding import shard_meta_for_dp
 
 
 def make(lengths: list[int] | None, size: int | None = None) -> KVBatchMeta:
@@ -33,16 +34,17 @@ def tokens(metas: list[KVBatchMeta]) -> list[int]:
     return [sum(meta.sequence_lengths or []) for meta in metas]
 
 
-lengths_ = st.lists(st.integers(0, 50), max_size=40)
+lengths_ = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 worlds = st.integers(1, 9)
 steps = st.none() | st.integers(1, 45)
 LIMIT = 50
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packing": {"sequence_packing_args": {"max_tokens_per_microbatch": LIMIT}},
     "dynamic": {"dynamic_batching_args": {"max_tokens_per_microbatch": LIMIT}},
 }
 plans = st.sampled_from(sorted(PLANS))
+PACK_10: dict[str, Any] = {"sequence_packing_args": {"max_tokens_per_microbatch": 10}}
 
 
 @given(lengths_, worlds, steps, plans)
@@ -103,16 +105,39 @@ def test_micro_batches_cover_each_rank_fit_the_limit_and_are_equal_in_number(
         for start in range(0, len(lengths), batch_size or max(1, len(lengths)))
     )
     for meta, plan_ in zip(metas, plans_by_rank, strict=True):
-        flat = [pair for step in plan_ for pair in step]
-        edges = [0, *(stop for _, stop in flat)]
-        assert [start for start, _ in flat] == edges[:-1]
-        assert edges[-1] == meta.size
-        costs = [cost for step in meta.extra_info["micro_batch_lengths"] for cost in step]
-        for (start, stop), cost in zip(flat, costs, strict=True):
-            rows = [-(-n // multiple) * multiple for n in meta.slice(start, stop).sequence_lengths or []]
-            assert cost == (sum(rows) if plan == "packing" else len(rows) * max(rows, default=0))
-            assert cost <= limit
-            assert rows or not divisible
+        # Counted from the first row of each step, as in NeMo-RL.
+        assert all(
+            [0, *(stop for _, stop in step)] == [*(start for start, _ in step), step[-1][1]] for step in plan_
+        )
+        sizes = [step[-1][1] for step in plan_]
+        assert sizes == meta.extra_info["elem_counts_per_gb"]
+        assert sum(sizes) == meta.size
+        begins = [0, *accumulate(sizes)]
+        for begin, step, tokens_ in zip(begins, plan_, meta.extra_info["micro_batch_lengths"], strict=False):
+            for (start, stop), length in zip(step, tokens_, strict=True):
+                part = meta.slice(begin + start, begin + stop).sequence_lengths or []
+                rows = [-(-n // multiple) * multiple for n in part]
+                assert length == sum(rows) if plan == "packing" else length >= max(rows, default=0)
+                assert length * (1 if plan == "packing" else len(rows)) <= limit
+                assert rows or not divisible
+
+
+@given(st.data(), worlds, st.integers(1, 3), st.integers(1, 5))
+@settings(deadline=None)
+def test_dynamic_micro_batches_have_the_same_shape_on_every_rank(
+    data: st.DataObject, dp_world: int, per_rank: int, steps_: int
+) -> None:
+    """As in NeMo-RL's dynamic batching: ranks of FSDP compute one shape at a time together."""
+    count = dp_world * per_rank * steps_
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=count, max_size=count))
+    batch_size = dp_world * per_rank
+    metas, _ = shard_meta_for_dp(make(lengths), dp_world=dp_world, batch_size=batch_size, **PLANS["dynamic"])
+    plans_by_rank = [
+        {name: meta.extra_info[f"micro_batch_{name}"] for name in ("indices", "lengths")} for meta in metas
+    ]
+    assert all(plan == plans_by_rank[0] for plan in plans_by_rank)
+    for step, share in enumerate(plans_by_rank[0]["lengths"]):
+        assert max(share) == max(lengths[step * batch_size : (step + 1) * batch_size])
 
 
 @given(lengths_, worlds, st.integers(1, 45))
@@ -145,9 +170,30 @@ def test_rows_of_a_rank_keep_their_order() -> None:
         assert rows == sorted(rows)
 
 
-def test_without_lengths_the_counts_are_balanced() -> None:
-    metas, _ = shard_meta_for_dp(make(None, size=7), dp_world=3)
-    assert sorted(meta.size for meta in metas) == [2, 2, 3]
+@pytest.mark.parametrize(
+    ("meta", "message"), [(make(None, size=7), "no sequence_lengths"), (make([]), "empty")]
+)
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_a_meta_without_samples_or_lengths_is_refused(meta: KVBatchMeta, message: str, plan: str) -> None:
+    """As NeMo-RL's ``shard_meta_for_dp`` does."""
+    with pytest.raises(ValueError, match=message):
+        shard_meta_for_dp(meta, dp_world=3, **PLANS[plan])
+
+
+def test_micro_batches_are_counted_anew_in_each_step() -> None:
+    """As in NeMo-RL, whose ``SlicedDataDict.get_batch`` reads the three together."""
+    (meta,), _ = shard_meta_for_dp(make([6, 5, 4, 9, 9]), dp_world=1, batch_size=3, **PACK_10)
+    assert meta.extra_info["micro_batch_indices"] == [[[0, 2], [2, 3]], [[0, 1], [1, 2]]]
+    assert meta.extra_info["micro_batch_lengths"] == [[10, 5], [9, 9]]
+    assert meta.extra_info["elem_counts_per_gb"] == [3, 2]
+
+
+@pytest.mark.parametrize("order", [None, "packer", "largest_first"])
+def test_the_largest_micro_batches_come_first(order: str | None) -> None:
+    """The argument is NeMo-RL's; its packer's order is another one, ours is this one."""
+    arguments = {"max_tokens_per_microbatch": 10, "microbatch_order": order}
+    (meta,), _ = shard_meta_for_dp(make([3, 9, 8, 4]), dp_world=1, sequence_packing_args=arguments)
+    assert meta.extra_info["micro_batch_lengths"] == [[9, 8, 7]]
 
 
 def test_more_ranks_than_samples_leaves_some_empty() -> None:
@@ -161,9 +207,6 @@ def test_a_rank_with_too_few_samples_gets_an_empty_micro_batch() -> None:
     counts = [len(meta.extra_info["micro_batch_indices"][0]) for meta in metas]
     assert counts == [2, 2]
     assert sorted(meta.extra_info["micro_batch_lengths"] for meta in metas) == [[[10, 0]], [[10, 10]]]
-
-
-PACK_10: dict[str, Any] = {"sequence_packing_args": {"max_tokens_per_microbatch": 10}}
 
 
 def test_packing_fills_micro_batches() -> None:
@@ -207,6 +250,13 @@ def test_names_from_nemo_configs_are_accepted() -> None:
             "algorithm is one of .*; got 'best'",
         ),
         (
+            {
+                "dp_world": 1,
+                "sequence_packing_args": {"max_tokens_per_microbatch": 10, "microbatch_order": "mine"},
+            },
+            "microbatch_order is one of largest_first, packer; got 'mine'",
+        ),
+        (
             {"dp_world": 1, "dynamic_batching_args": {"max_tokens_per_microbatch": 4}},
             "sample 's1' takes 5 tokens, more than max_tokens_per_microbatch=4",
         ),
@@ -222,8 +272,3 @@ def test_names_from_nemo_configs_are_accepted() -> None:
 def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shard_meta_for_dp(make([3, 5]), **arguments)
-
-
-def test_packing_needs_lengths() -> None:
-    with pytest.raises(ValueError, match="no sequence_lengths"):
-        shard_meta_for_dp(make(None, size=2), dp_world=1, **PACK_10)

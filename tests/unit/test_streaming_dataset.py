@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -57,7 +57,12 @@ def test_it_goes_on_while_the_flow_does(client: DataPlaneClient) -> None:
     write(client, range(4))
     batches = iter(StreamingDataset(client, "p", "train", ["x"], 4))
     assert next(batches)["x"].tolist() == [0, 1, 2, 3]
-    writer = threading.Thread(target=lambda: [write(client, range(n, n + 2)) for n in range(4, 12, 2)])
+
+    def write_the_rest() -> None:
+        for first in range(4, 12, 2):
+            write(client, range(first, first + 2))
+
+    writer = threading.Thread(target=write_the_rest)
     writer.start()
     assert read(batches) == [[4, 5, 6, 7], [8, 9, 10, 11]]
     writer.join()
@@ -115,6 +120,7 @@ def test_an_iteration_that_is_left_ends_its_thread(client: DataPlaneClient) -> N
     register(client, 0)
     write(client, range(8))
     batches = iter(StreamingDataset(client, "p", "train", ["x"], 2, prefetch=2))
+    assert isinstance(batches, Generator)
     next(batches)
     batches.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "rlplane-prefetch"]
@@ -160,7 +166,7 @@ def test_an_engine_of_one_process_refuses_loader_workers(client: DataPlaneClient
 def test_loader_workers_share_the_samples_out(shared: DataPlaneClient, start: str, layout: Any) -> None:
     register(shared, 24)
     rows = [torch.full((1 + n % 5,), n) for n in range(24)]
-    columns = pack_jagged_fields({"x": rows}, [len(row) for row in rows], per_token=["x"])
+    columns = pack_jagged_fields({"x": rows}, lengths=[len(row) for row in rows], token_aligned_fields=["x"])
     shared.put_samples([f"s{n}" for n in range(24)], "p", columns)
     dataset = StreamingDataset(shared, "p", "train", ["x"], 4, layout=layout)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=start)

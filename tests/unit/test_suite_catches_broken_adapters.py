@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tests.unit import broken_adapters
+from tests.unit.broken_adapters import CAUGHT_BY, KEEP_WAITING
+from tests.unit.reference_adapter import ReferenceClient, ReferencePlanes
 
 from rlplane.errors import UnsupportedOperationError
 from rlplane.testing import BrokenPromise, BrokenPromises, check_data_plane, checks, run_check
 from rlplane.testing import data_plane_state_machine as state_machine
-
-sys.path.insert(0, str(Path(__file__).parent))
-import broken_adapters
-from broken_adapters import CAUGHT_BY, KEEP_WAITING
-from reference_adapter import ReferenceClient, ReferencePlanes
 
 BY_NAME = {check.name: check for check in checks()}
 # A deadline of half a second, for adapters that let a check wait for it.
@@ -103,6 +100,16 @@ def test_a_declared_limitation_does_not_excuse_a_wrong_answer():
 def test_a_limitation_that_is_none_must_not_be_declared():
     with pytest.raises(BrokenPromise, match="take the declaration away"):
         run_check(BY_NAME["tags_are_merged"], ReferencePlanes(), limitations=["tags_are_merged"])
+
+
+def test_what_an_adapter_does_not_promise_is_not_run_and_has_its_reason():
+    class ClaimsInAnyOrder(ReferenceClient):
+        not_promised: ClassVar = {"what_is_ready_first_is_claimed_first": "it has no clock"}
+
+    check = BY_NAME["what_is_ready_first_is_claimed_first"]
+    outcome = run_check(check, ReferencePlanes(ClaimsInAnyOrder))
+    assert (outcome.result, outcome.reason) == ("not promised", "it has no clock")
+    assert run_check(BY_NAME["tags_are_merged"], ReferencePlanes(ClaimsInAnyOrder)).result == "kept"
 
 
 def test_a_limitation_that_nobody_knows_is_an_error_with_the_nearest_name():

@@ -8,8 +8,9 @@ from importlib import metadata
 import pytest
 
 from rlplane.adapters import transfer_queue
-from rlplane.adapters.transfer_queue import network, runtime_env
+from rlplane.adapters.transfer_queue import runtime_env
 from rlplane.errors import ConfigError
+from rlplane.storage.mooncake import network
 
 UNREACHABLE = ["127.0.0.1", "127.1.2.3", "169.254.10.1", "::1", "fe80::1", "fe80::1%eth0", "0.0.0.0", "::"]
 

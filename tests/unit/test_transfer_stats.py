@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ records = st.builds(
 )
 
 
-def filled(rows: list[TransferRecord], **kwargs: int) -> TransferStats:
+def filled(rows: list[TransferRecord], **kwargs: Any) -> TransferStats:
     stats = TransferStats(**kwargs)
     for row in rows:
         stats.record_transfer(row)

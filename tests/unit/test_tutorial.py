@@ -56,10 +56,6 @@ def test_the_notebook_is_the_tutorial_and_runs() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_snippet_for_nemo_rl_runs() -> None:
-    run_together(ROOT / "examples" / "nemo_rl.md")
-
-
 def run_example(name: str, **environment: Any) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)],
@@ -77,8 +73,25 @@ def test_the_minimal_example_runs_and_is_minimal() -> None:
     assert len((ROOT / "examples" / "minimal.py").read_text().splitlines()) <= 30
 
 
+def test_every_kind_of_row_is_as_its_page_says() -> None:
+    run_together(ROOT / "docs" / "rows.md")
+
+
+def test_the_multimodal_example_stores_shared_images_once() -> None:
+    *groups, summary = run_example("multimodal.py").splitlines()
+    assert [line.split()[0] for line in groups] == ["p0_g0", "p1_g0", "p2_g0", "p3_g0"]
+    sent, held = (float(word) for word in summary.split() if word[0].isdigit())
+    assert held <= sent * (1 / 8 + 0.05)
+
+
 def test_the_loader_example_reads_every_sample() -> None:
     assert run_example("torch_dataloader.py").splitlines()[-1] == "64 of 64 samples; 0 are left"
+
+
+def test_the_agents_example_trains_on_every_episode_that_was_finished() -> None:
+    lines = run_example("agents_asyncio.py").splitlines()
+    assert lines[0].startswith("48 of 50 agents finished; trained on 48 episodes with ")
+    assert lines[1] == "0 samples are left"
 
 
 @pytest.mark.cluster

@@ -1,8 +1,14 @@
 """``rlplane``, the command: where it starts, how it ends, and what it says when something is wrong.
 
-Which commands there are is in ``commands.py``; each lives in a module of its own that is imported when it is
-called. A command returns None or an exit code (:class:`~rlplane.cli.outcome.ExitCode`), writes its data to
-stdout and everything else to stderr, and raises: this file turns what it raises into one line and a code.
+A command returns None or an exit code (:class:`~rlplane.cli.outcome.ExitCode`), writes its data to stdout and
+everything else to stderr. What it raises becomes one line on stderr and an exit code here.
+
+    commands.py   the list of commands; each has a module of its name, imported when it is called
+    options.py    options that several commands share
+    outcome.py    exit codes, and the error that carries one
+    output.py     text and JSON on stdout, notes on stderr
+    compare.py    what ``rlplane report --compare`` computes and prints
+    machine.py    what ``rlplane doctor`` does, also where the extra ``cli`` is not installed
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import NoReturn
 
 from rlplane.cli.outcome import CommandError, ExitCode
@@ -28,7 +35,7 @@ def main() -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command and return its exit code. Only what ``--debug`` asks for is raised."""
-    arguments, debug = _take_debug(argv)
+    arguments, debug = _split_off_debug(argv)
     try:
         _set_up_logging(debug)
         return _dispatch(arguments)
@@ -73,7 +80,10 @@ def _dispatch(arguments: list[str]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing == "rlplane":
             raise
-        raise MissingExtraError(_MISSING_CLI.format(missing)) from error
+        code = _run_without_extra(arguments)
+        if code is None:
+            raise MissingExtraError(_MISSING_CLI.format(missing)) from error
+        return code
     app = build_app()
     try:
         result = app(
@@ -86,7 +96,20 @@ def _dispatch(arguments: list[str]) -> int:
     return int(result) if isinstance(result, int) else ExitCode.OK
 
 
-def _take_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
+def _run_without_extra(arguments: list[str]) -> int | None:
+    """What is asked of a broken installation has to work in one: ``--version`` and ``doctor``. Else None."""
+    command, *options = arguments or [""]
+    if command == "--version" and not options:
+        print(version("rlplane"))
+        return ExitCode.OK
+    if command == "doctor" and set(options) <= {"--clean", "--json"}:
+        from rlplane.cli.machine import check_machine
+
+        return check_machine(clean="--clean" in options, as_json="--json" in options)
+    return None
+
+
+def _split_off_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
     """``--debug`` may stand anywhere, for every command: it is ours, and not the command's."""
     own = list(argv)
     limit = own.index("--") if "--" in own else len(own)

@@ -1,7 +1,7 @@
 """The commands, by name. To add one: a module here with a function, and an entry in :data:`COMMANDS`.
 
-The modules are imported when their command is called, or when completion or an unknown command asks for all
-of them. Help for the whole reads this table alone: it is quick, and a broken command cannot hide the others.
+A command's module is imported when the command is called, and all of them for completion and for an unknown
+command. ``rlplane --help`` reads this table alone: it is quick, and works when a command cannot be imported.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ COMMANDS: dict[str, Command] = {
         "rlplane.cli.aggregate:aggregate",
         "Run the metrics aggregator by itself.",
         "rlplane aggregate --out runs/1 --prometheus-port 9464",
+    ),
+    "stress": Command(
+        "rlplane.cli.stress:stress",
+        "Kill the control service again and again, and count what is lost.",
+        "rlplane stress --minutes 0.2",
     ),
     "doctor": Command(
         "rlplane.cli.doctor:doctor",

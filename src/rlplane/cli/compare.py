@@ -16,8 +16,8 @@ from typing import Literal
 import msgspec
 
 from rlplane.metrics.snapshot import GRIDS, MetricsSnapshot, SeriesStat, TimelinePoint
-from rlplane.report.units import format_bytes, format_count, format_ns
 from rlplane.viewing.grid import full_counts, percentile
+from rlplane.viewing.units import format_bytes, format_full_count, format_ns
 
 __all__ = ["Change", "Comparison", "compare_runs", "render_comparison"]
 
@@ -30,7 +30,7 @@ _BATCHES = 16
 _MIN_COUNT = {0.5: 30, 0.99: 1000}
 _TIMES = {
     "op_latency": "latency of {op}",
-    "written_to_claimed": "wait for {task} in {partition}",
+    "written_to_claimed": "from write to claim by {task} in {partition}",
     "written_to_cleared": "life in {partition}",
     "transfer_duration": "transfer time",
 }
@@ -59,7 +59,7 @@ class Comparison(msgspec.Struct):
 
 def compare_runs(before: MetricsSnapshot, after: MetricsSnapshot) -> Comparison:
     """Compare every latency and rate that both runs have."""
-    changes = [*_latencies(before, after), *_rates(before, after), *_totals(before, after)]
+    changes = [*_latencies(before, after), *_rates(before, after), *_shares(before, after)]
     changes.sort(key=lambda change: (_ORDER[change.verdict], -abs(change.change or 0.0)))
     return Comparison(before.run_id, after.run_id, changes)
 
@@ -120,12 +120,27 @@ def _rates(before: MetricsSnapshot, after: MetricsSnapshot) -> Iterator[Change]:
         yield Change(what, unit, old, new, change, noise, verdict)
 
 
-def _totals(before: MetricsSnapshot, after: MetricsSnapshot) -> Iterator[Change]:
-    for name, what in (("op_failures", "operations failed"), ("op_timeouts", "operations timed out")):
-        old, new = before.total(name), after.total(name)
-        if old or new:
-            verdict: Verdict = "worse" if new > old else "better" if new < old else "same"
-            yield Change(what, "1", old, new, _relative(old, new), None, verdict)
+def _shares(before: MetricsSnapshot, after: MetricsSnapshot) -> Iterator[Change]:
+    """Shares, because runs of different lengths differ in every total."""
+    for name, what, of in (
+        ("op_failures", "operations that failed", {}),
+        ("op_timeouts", "claims that found nothing in time", {"op": "claim_meta"}),
+        ("op_timeouts", "puts that found no room in time", {"op": "put"}),
+    ):
+        (old, all_old), (new, all_new) = (
+            (snapshot.total(name, **of), snapshot.total("ops", **of)) for snapshot in (before, after)
+        )
+        if not (old or new) or not all_old or not all_new:
+            continue
+        first, second = old / all_old, new / all_new
+        # The difference of two shares that are the same varies this much by chance.
+        mean = (old + new) / (all_old + all_new)
+        chance = _Z * math.sqrt(mean * (1 - mean) * (1 / all_old + 1 / all_new))
+        verdict: Verdict = (
+            "same" if abs(second - first) <= chance else "worse" if second > first else "better"
+        )
+        noise = chance / first if first else None
+        yield Change(what, "share", first, second, _relative(first, second), noise, verdict)
 
 
 def _judge(worsening: float, noise: float) -> Verdict:
@@ -225,4 +240,6 @@ def _percent(value: float | None, *, signed: bool = False) -> str:
 def _format(value: float, unit: str) -> str:
     if unit == "ns":
         return format_ns(value)
-    return f"{format_bytes(value)}/s" if unit == "bytes/s" else format_count(value)
+    if unit == "share":
+        return f"{100 * value:.3g}%"
+    return f"{format_bytes(value)}/s" if unit == "bytes/s" else format_full_count(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlplane.cli.options import Flag, Json, resolve_config
 from rlplane.cli.output import write_json, write_text
-from rlplane.config import EXEMPLARS, SCHEMA, Key, exemplar_text
+from rlplane.config import EXEMPLARS, KEYS, exemplar_text
 
 __all__ = ["config"]
 
@@ -60,8 +60,7 @@ def to_toml(resolved: Mapping[str, Any]) -> str:
 
 
 def _toml_line(name: str, value: Any) -> str:
-    entry = SCHEMA.get(name)
-    comment = f"  # {_binary_size(value)}" if isinstance(entry, Key) and entry.kind == "size" else ""
+    comment = f"  # {_binary_size(value)}" if name in KEYS and KEYS[name].is_size else ""
     return f"{name} = {_toml_value(_printable(value))}{comment}"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import msgspec
 __all__ = [
     "JSON_SCHEMA_VERSION",
     "note",
-    "redirected",
     "stdout_is_terminal",
     "wants_colour",
     "write_json",
@@ -42,20 +40,6 @@ def write_text(text: str) -> None:
 def note(text: str) -> None:
     """A line for people, which must not get into a pipe."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def redirected(descriptor: int, target: int) -> Iterator[None]:
-    """Let what is written to a descriptor, also by C++ and by children, go to another one meanwhile."""
-    sys.stdout.flush()
-    ours = os.dup(descriptor)
-    os.dup2(target, descriptor)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(ours, descriptor)
-        os.close(ours)
 
 
 def stdout_is_terminal() -> bool:

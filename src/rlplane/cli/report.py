@@ -10,12 +10,16 @@ from rlplane.cli.compare import compare_runs, render_comparison
 from rlplane.cli.options import Flag, Json
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_json, write_text
+from rlplane.metrics.discovery import list_runs
+from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.report import Report, render_html, render_text
-from rlplane.viewing.feed import RunFeed, read_run
+from rlplane.viewing.feed import HOW_TO_BE_SEEN, RunFeed, read_run
 from rlplane.viewing.units import printable
 
 __all__ = ["report"]
+
+_RUNS = Path("runs")
 
 
 def report(
@@ -33,7 +37,7 @@ def report(
     ----------
     run
         A run's directory, its final_snapshot.json, or the address of a running one.
-        Default: the newest run of this machine, as it is now.
+        Default: the run that goes on now on this machine, else the newest in ./runs.
     other
         With --compare: the run to compare it with.
     compare
@@ -69,6 +73,9 @@ def report(
 
 
 def _read(run: str | None) -> MetricsSnapshot:
+    if run is None and not list_runs():
+        run = _newest_finished_run()
+        note(f"the newest run: {run}")
     if run is not None and "://" not in run:
         return read_run(run)
     with RunFeed(run) as feed:
@@ -79,3 +86,14 @@ def _read(run: str | None) -> MetricsSnapshot:
                 ExitCode.CANNOT_START,
             )
         return snapshot
+
+
+def _newest_finished_run() -> str:
+    finished = list(_RUNS.glob(f"*/{FINAL_SNAPSHOT_NAME}"))
+    if not finished:
+        raise CommandError(
+            f"nothing runs on this machine now, and there is none in ./{_RUNS}; {HOW_TO_BE_SEEN}. For a"
+            " finished run elsewhere, name its directory: rlplane report RUN_DIR",
+            ExitCode.CANNOT_START,
+        )
+    return str(max(finished, key=lambda path: path.stat().st_mtime_ns).parent)

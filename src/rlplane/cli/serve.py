@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from rlplane.cli.options import resolve_config
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_text
@@ -19,7 +21,7 @@ def serve(source: str | None = None, /, *overrides: str) -> None:
     overrides
         Keys to set on top, as key=value.
     """
-    from rlplane.adapters.local.server import serve as serve_plane
+    from rlplane.adapters.local.supervisor import Supervisor
 
     _, config = resolve_config(source, overrides)
     if (config["impl"], config["backend"]) != ("local", "shm"):
@@ -29,8 +31,11 @@ def serve(source: str | None = None, /, *overrides: str) -> None:
             ExitCode.USAGE,
         )
 
-    def announce(address: str) -> None:
-        write_text(address)
-        note(f"join it with RLPLANE_CONTROLLER_ADDRESS={address}; Ctrl-C ends the plane")
-
-    serve_plane(config, announce=announce)
+    # In a process of its own, which is started again if it dies.
+    supervisor = Supervisor(config, needs_bootstrap=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: supervisor.terminate())
+    write_text(supervisor.address)
+    note(f"join it with RLPLANE_CONTROLLER_ADDRESS={supervisor.address}; Ctrl-C ends the plane")
+    supervisor.wait()
+    supervisor.close()

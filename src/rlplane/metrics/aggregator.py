@@ -29,12 +29,12 @@ import msgspec
 import zmq
 
 from rlplane.errors import DataPlaneError, MissingExtraError
-from rlplane.metrics.discovery import RunInfo, announce, runtime_directory, withdraw
-from rlplane.metrics.events import EventBatch, EventBatchCodec, SessionEvent
-from rlplane.metrics.journal import EventJournal
+from rlplane.metrics.discovery import RunInfo, announce, remember, runtime_directory, withdraw
+from rlplane.metrics.event_logger import EventLoggerService, read_event_log
+from rlplane.metrics.events import EventBatch, EventRecordCodec, SessionEvent
 from rlplane.metrics.launcher import AggregatorHandle, start_aggregator
-from rlplane.metrics.ledger import RunLedger
-from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME, MetricsPublisher
+from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME, MetricsPublisher, read_final_snapshot
+from rlplane.metrics.run_state import RunState
 from rlplane.metrics.snapshot import MetricsSnapshot, MetricsSnapshotCodec, SessionState
 from rlplane.metrics.values import DEFAULT_MAX_IN_MEMORY
 from rlplane.transport import Pattern, ZmqMessagePublisher, ZmqMessageSubscriber
@@ -65,6 +65,11 @@ class MetricsAggregatorService:
         max_values_in_memory: Raw values kept in memory; more are spilled to disk.
         allow_remote: Permit addresses that other machines can reach.
         linger_s: How long the end waits for slow subscribers to take the final frame.
+        plane: The plane whose processes are to find this run by its name.
+        resume: Go on with the run that was interrupted in ``out_dir``: its name, its events in ``jsonl``.
+
+    Raises:
+        ValueError: There is nothing to go on with.
     """
 
     def __init__(
@@ -82,9 +87,14 @@ class MetricsAggregatorService:
         max_values_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         allow_remote: bool = False,
         linger_s: float = 3.0,
+        resume: bool = False,
+        plane: str = "",
     ) -> None:
-        self.run_id = run_id
+        self._plane = plane
+        earlier = _interrupted_run(out_dir, jsonl) if resume else None
+        self.run_id = run_id = earlier.run_id if earlier is not None else run_id
         self.state = SessionState.INITIALIZE
+        self._began_ns = time.time_ns()
         self._refresh_hz = refresh_hz
         self._drain_timeout_s = drain_timeout_s
         self._parent_pid = parent_pid
@@ -97,12 +107,12 @@ class MetricsAggregatorService:
         self._announced: Path | None = None
         self._n_failed_batches = 0
         self._pidfd = -1
-        self._journal: EventJournal | None = None
+        self._event_logger: EventLoggerService | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as undo:
             undo.callback(self._context.destroy, 0)
             self._events: ZmqMessageSubscriber[EventBatch] = ZmqMessageSubscriber(
-                EventBatchCodec(),
+                EventRecordCodec(),
                 events_address or _default_address("events"),
                 pattern=Pattern.COLLECT,
                 allow_remote=allow_remote,
@@ -118,19 +128,21 @@ class MetricsAggregatorService:
             )
             final_path = self._prepare_directory(out_dir)
             self._publisher = MetricsPublisher(
-                self._snapshots, self._take_snapshot, refresh_hz=refresh_hz, final_path=final_path
+                self._snapshots, self._make_snapshot, refresh_hz=refresh_hz, final_path=final_path
             )
-            self.ledger = RunLedger(
+            self.run_state = RunState(
                 run_id,
                 on_session=self._on_session,
                 spill_directory=_writable(out_dir),
                 max_values_in_memory=max_values_in_memory,
             )
             if jsonl is not None:
+                if earlier is not None:
+                    self.run_state.continue_from(earlier, read_event_log(jsonl))
                 try:
-                    self._journal = EventJournal(jsonl)
+                    self._event_logger = EventLoggerService(jsonl, append=resume)
                 except OSError as exc:
-                    self.ledger.log("warning", f"the events are not recorded: {exc}")
+                    self.run_state.log("warning", f"the events are not recorded: {exc}")
                     logger.warning("cannot write the events to %s: %s", jsonl, exc)
             if prometheus_port is not None:
                 self._start_prometheus(prometheus_port)
@@ -165,8 +177,9 @@ class MetricsAggregatorService:
             pid=os.getpid(),
             events_address=self._events.address,
             snapshot_address=self._snapshots.address,
-            started_ns=self.ledger.started_ns,
+            started_ns=self._began_ns,
             out_dir=str(self._out_dir.absolute()) if self._out_dir is not None else "",
+            plane=self._plane,
         )
 
     async def run(self, on_ready: Callable[[RunInfo], None] | None = None) -> SessionState:
@@ -174,7 +187,7 @@ class MetricsAggregatorService:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self.interrupt, "SIGTERM")
         self._watch_parent(loop)
-        self._events.attach(loop, self._take, self._on_bad_batch)
+        self._events.attach(loop, self._on_batch, self._on_bad_batch)
         self._snapshots.attach(loop)
         try:
             self._announced = announce(self.info)
@@ -192,7 +205,7 @@ class MetricsAggregatorService:
     def interrupt(self, reason: str) -> None:
         """End the run now, as INTERRUPTED, unless its final snapshot is being made already."""
         if not self._interrupted.is_set():
-            self.ledger.log("warning", f"interrupted: {reason}")
+            self.run_state.log("warning", f"interrupted: {reason}")
             self._interrupted.set()
 
     async def _until_end(self) -> None:
@@ -205,9 +218,9 @@ class MetricsAggregatorService:
             for waiting in (draining, interrupted):
                 waiting.cancel()
             await asyncio.gather(draining, interrupted, return_exceptions=True)
-        self._take_rest()
-        pending = self.ledger.table.n_pending_tasks
-        self.ledger.table.cancel_pending_tasks()
+        self._read_remaining()
+        pending = self.run_state.table.in_flight_tasks_count
+        self.run_state.table.cancel_all_tasks()
         self.state = SessionState.INTERRUPTED if self._interrupted.is_set() else SessionState.COMPLETE
         await self._publisher.publish_final(lambda: self._final_snapshot(pending))
 
@@ -217,29 +230,31 @@ class MetricsAggregatorService:
         self._last_event = time.monotonic()
         while (left := self._last_event + _QUIET_S - time.monotonic()) > 0:
             if time.monotonic() > longest:
-                self.ledger.log("warning", "workers still sent events when the run was closed")
+                self.run_state.log("warning", "workers still sent events when the run was closed")
                 break
             await asyncio.sleep(left)
-        left_over = await self.ledger.table.drain(self._drain_timeout_s or None)
+        left_over = await self.run_state.table.drain_tasks(self._drain_timeout_s or None)
         if left_over:
-            self.ledger.log("warning", f"{left_over} tasks had not ended after {self._drain_timeout_s:g} s")
+            self.run_state.log(
+                "warning", f"{left_over} tasks had not ended after {self._drain_timeout_s:g} s"
+            )
 
-    def _take_rest(self) -> None:
-        """Take what has arrived already; not what goes on arriving for ever."""
+    def _read_remaining(self) -> None:
+        """Read what has arrived already; not what goes on arriving for ever."""
         deadline = time.monotonic() + 1.0
-        while self._events.take_available() and time.monotonic() < deadline:
+        while self._events.receive_available() and time.monotonic() < deadline:
             pass
 
     # Events.
 
-    def _take(self, batch: EventBatch) -> None:
+    def _on_batch(self, batch: EventBatch) -> None:
         if len(batch):
             self._last_event = time.monotonic()
-        if self._journal is not None:
-            self._journal.write(batch)
+        if self._event_logger is not None:
+            self._event_logger.write(batch)
         if self.state is SessionState.INITIALIZE and batch.ops is not None:
             self.state = SessionState.LIVE
-        self.ledger.take(batch)
+        self.run_state.add_batch(batch)
 
     def _on_session(self, event: SessionEvent) -> None:
         if event.kind == "STARTED" and self.state is SessionState.INITIALIZE:
@@ -249,35 +264,35 @@ class MetricsAggregatorService:
 
     def _on_bad_batch(self, exc: Exception) -> None:
         self._n_failed_batches += 1
-        self.ledger.log("error", f"a batch could not be counted: {exc!r}")
+        self.run_state.log("error", f"a batch could not be counted: {exc!r}")
         logger.error("a batch could not be counted", exc_info=exc)
 
     # Snapshots.
 
-    def _take_snapshot(self) -> MetricsSnapshot:
+    def _make_snapshot(self) -> MetricsSnapshot:
         self._note_bad_frames()
-        if self._journal is not None:
-            self._journal.flush()
-        return self.ledger.snapshot(self.state, refresh_hz=self._refresh_hz)
+        if self._event_logger is not None:
+            self._event_logger.flush()
+        return self.run_state.snapshot(self.state, refresh_hz=self._refresh_hz)
 
     def _final_snapshot(self, pending: int) -> MetricsSnapshot:
         self._note_bad_frames()
-        if self._journal is not None:
-            self._journal.close()
+        if self._event_logger is not None:
+            self._event_logger.close()
         try:
-            return self.ledger.snapshot(
+            return self.run_state.snapshot(
                 self.state, exact=True, refresh_hz=self._refresh_hz, n_pending_tasks=pending
             )
         except Exception:
             # A final picture that is not exact says so, and is better than none.
             logger.exception("the exact figures could not be computed")
-            return self.ledger.snapshot(self.state, refresh_hz=self._refresh_hz, n_pending_tasks=pending)
+            return self.run_state.snapshot(self.state, refresh_hz=self._refresh_hz, n_pending_tasks=pending)
 
     def _note_bad_frames(self) -> None:
         bad = self._events.n_decode_errors + self._n_failed_batches
-        if bad > self.ledger.bad_frames.value:
-            self.ledger.log("warning", f"{bad - self.ledger.bad_frames.value} frames could not be read")
-            self.ledger.bad_frames.value = bad
+        if bad > self.run_state.bad_frames.value:
+            self.run_state.log("warning", f"{bad - self.run_state.bad_frames.value} frames could not be read")
+            self.run_state.bad_frames.value = bad
 
     # The end.
 
@@ -303,14 +318,28 @@ class MetricsAggregatorService:
         if self._pidfd >= 0:
             loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
-        if self._journal is not None:
-            self._journal.close()
+        if self._event_logger is not None:
+            self._event_logger.close()
         self._events.close()
         self._snapshots.close()
-        self.ledger.close()
+        self.run_state.close()
         self._context.term()
         if self._announced is not None:
             withdraw(self._announced)
+            if self._out_dir is not None and self.state.is_final:
+                with contextlib.suppress(OSError, DataPlaneError):
+                    remember(self.info)
+
+
+def _interrupted_run(out_dir: Path | None, jsonl: Path | None) -> MetricsSnapshot:
+    if out_dir is None or jsonl is None or not jsonl.exists():
+        raise ValueError(
+            f"there is no run to go on with: --resume needs --out and --jsonl of one, not {jsonl}"
+        )
+    path = out_dir / FINAL_SNAPSHOT_NAME
+    snapshot = read_final_snapshot(path)
+    path.unlink()  # It is not the last word any more.
+    return snapshot
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -360,6 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_values_in_memory=options.max_values_in_memory,
             allow_remote=options.allow_remote,
             linger_s=options.linger,
+            resume=options.resume,
+            plane=options.plane,
         )
         return await service.run(on_ready)
 
@@ -401,6 +432,7 @@ def _parser() -> argparse.ArgumentParser:
         help="longest drain; 0: no limit (default: 30)",
     )
     add("--jsonl", type=Path, metavar="FILE", help="write all events to this file")
+    add("--resume", action="store_true", help="go on with the run whose events are in FILE and DIR")
     add("--parent-pid", type=int, metavar="PID", help="end when this process is gone")
     add("--prometheus-port", type=int, metavar="PORT", help="serve /metrics on 127.0.0.1")
     add(
@@ -408,6 +440,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--linger", type=float, default=3.0, metavar="S", help=argparse.SUPPRESS)
     add("--allow-remote", action="store_true", help="permit addresses that other machines can reach")
+    add("--plane", default="", metavar="NAME", help=argparse.SUPPRESS)
     add("--ready-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import msgspec
 
+from rlplane.atomic_file import write_atomically
 from rlplane.errors import ConfigError
-from rlplane.metrics.publisher import write_atomically
 
-__all__ = ["RunInfo", "announce", "list_runs", "runtime_directory", "withdraw"]
+__all__ = ["RunInfo", "announce", "list_finished", "list_runs", "remember", "runtime_directory", "withdraw"]
+
+_MOST_REMEMBERED = 100
 
 
 class RunInfo(msgspec.Struct, omit_defaults=True):
-    """A running aggregator."""
+    """A running aggregator; ``plane`` names the plane whose bootstrap client started it, if one did."""
 
     run_id: str
     pid: int
@@ -30,6 +32,7 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     started_ns: int
     out_dir: str = ""
     pid_start: int = 0
+    plane: str = ""
 
 
 def runtime_directory() -> Path:
@@ -58,6 +61,23 @@ def announce(info: RunInfo) -> Path:
 def withdraw(path: Path) -> None:
     """Remove the file that :func:`announce` made."""
     path.unlink(missing_ok=True)
+
+
+def remember(info: RunInfo) -> None:
+    """Leave a file that says where the final snapshot of a run is that has ended."""
+    directory = runtime_directory()
+    write_atomically(directory / f"ended-{info.started_ns}-{info.pid}.json", msgspec.json.encode(info))
+    for path in sorted(directory.glob("ended-*.json"))[:-_MOST_REMEMBERED]:
+        path.unlink(missing_ok=True)
+
+
+def list_finished() -> list[RunInfo]:
+    """The runs that have ended on this machine, newest first; their directories may be gone meanwhile."""
+    runs = []
+    for path in runtime_directory().glob("ended-*.json"):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            runs.append(msgspec.json.decode(path.read_bytes(), type=RunInfo))
+    return sorted(runs, key=lambda run: -run.started_ns)
 
 
 def list_runs() -> list[RunInfo]:

@@ -1,8 +1,8 @@
 """What a worker tells the aggregator: the events, and the batch in which they travel.
 
-Every process of a job records events (:data:`Event`) and sends them in :class:`EventBatch` envelopes. The
-envelope says who sends (worker, pid, host), numbers its batches so that a lost one is noticed, and carries
-how many events the worker had to drop.
+Every process of a job records events (:data:`EventRecord`) and sends them in :class:`EventBatch` envelopes.
+The envelope says who sends (worker, pid, host), numbers its batches so that a lost one is noticed, and
+carries how many events the worker had to drop.
 
 Operations are by far the most frequent event, so they do not travel one by one: :class:`OpColumns` holds one
 array per field and a table of the distinct ``(op, partition, status, task, thread)``. The aggregator then
@@ -30,18 +30,23 @@ __all__ = [
     "STATUS_ERROR",
     "STATUS_OK",
     "STATUS_TIMEOUT",
-    "Event",
     "EventBatch",
-    "EventBatchCodec",
-    "LifeKind",
+    "EventRecord",
+    "EventRecordCodec",
+    "FieldBytes",
+    "FlowStat",
     "LogRecord",
     "OpColumns",
     "OpError",
     "OpKey",
     "OpRecord",
     "PartitionStatus",
-    "SampleLife",
+    "SampleEvent",
+    "SampleEventKind",
     "SessionEvent",
+    "SingleEvent",
+    "StepOp",
+    "StepRecord",
     "TaskStatus",
     "TransferRecord",
     "WeightVersion",
@@ -54,16 +59,19 @@ STATUS_OK = "ok"
 STATUS_ERROR = "error"
 STATUS_TIMEOUT = "timeout"
 
+_LONGEST_CONDITION = 200
+
 # The role of a sender that only reports the session; it is not listed as a worker.
 SESSION_ROLE = "session"
 
-LifeKind: TypeAlias = Literal["written", "claimed", "cleared", "failed"]
+SampleEventKind: TypeAlias = Literal["written", "claimed", "cleared", "failed"]
 
 
 class OpRecord(msgspec.Struct, tag="op", gc=False):
     """One finished operation of a data-plane client.
 
-    ``status`` is ``"ok"``, ``"timeout"`` or ``"error"`` (anything else counts as an error). ``worker`` and
+    ``status`` is ``"ok"``, ``"timeout"`` or ``"error"`` (anything else counts as an error). ``wall_ns`` is
+    all of its time, and ``wait_ns`` the part of it in which it waited for samples or for room. ``worker`` and
     ``pid`` stay empty in the worker: the envelope has them, and unpacking a batch fills them in.
     """
 
@@ -80,14 +88,19 @@ class OpRecord(msgspec.Struct, tag="op", gc=False):
     error_message: str | None = None
     worker: str = ""
     pid: int = 0
+    wait_ns: int = 0
 
     @property
     def wall_ms(self) -> float:
         return self.wall_ns / 1e6
 
+    @property
+    def wait_ms(self) -> float:
+        return self.wait_ns / 1e6
 
-class SampleLife(msgspec.Struct, tag="life", kw_only=True):
-    """One step in the life of several samples of a partition, all at one point of time.
+
+class SampleEvent(msgspec.Struct, tag="life", kw_only=True):
+    """One step in the lifecycle of several samples of a partition, all at one point of time.
 
     Args:
         kind: ``written`` (also for further columns of a sample that is there: only the first one counts),
@@ -99,7 +112,7 @@ class SampleLife(msgspec.Struct, tag="life", kw_only=True):
             cleared a sample before the put that wrote it has returned, which is ``time_ns``.
     """
 
-    kind: LifeKind
+    kind: SampleEventKind
     partition_id: str
     sample_ids: list[str]
     time_ns: int
@@ -136,16 +149,46 @@ class TransferRecord(msgspec.Struct, tag="transfer"):
         return cls(data, time_ns, dict(wire.get("beyond_sample") or {}))
 
 
-class TaskStatus(msgspec.Struct):
-    """One consumer task of a partition: samples ready for it, claimed by it, and claims that wait."""
+class TaskStatus(msgspec.Struct, omit_defaults=True):
+    """One consumer task of a partition: samples ready for it, claimed by it, and claims that wait.
 
-    ready: int = 0
+    ``ready`` is about the claim that waits, or was made last: with ``fields``, and matching ``where`` (as
+    text), ``wanted`` at a time. None: there was no claim. ``writes`` are the fields that the task's workers
+    write.
+    """
+
+    ready: int | None = None
     claimed: int = 0
     waiting: int = 0
+    fields: list[str] = []
+    where: str = ""
+    writes: list[str] = []
+    wanted: int | None = None
+
+
+class FlowStat(msgspec.Struct, omit_defaults=True):
+    """What the flow policy of a partition has done so far.
+
+    ``policy`` is empty and ``max_staleness`` None without one. ``admitted`` and ``waiting`` (for admission)
+    count prompts of a gated policy; ``evicted`` (samples) and ``closed_short`` (groups) count by reason.
+    """
+
+    policy: str = ""
+    version: int = 0
+    max_staleness: int | None = None
+    admitted: int = 0
+    waiting: int = 0
+    evicted: dict[str, int] = {}
+    closed_short: dict[str, int] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.policy or self.version or self.evicted or self.closed_short)
 
 
 class PartitionStatus(msgspec.Struct, tag="partition_status", kw_only=True):
-    """What an engine says about a partition. Takes precedence over what the life records add up to."""
+    """What an engine says about a partition. Takes precedence over what the sample events add up to."""
 
     partition_id: str
     time_ns: int
@@ -155,6 +198,7 @@ class PartitionStatus(msgspec.Struct, tag="partition_status", kw_only=True):
     capacity_bytes: int | None = None
     oldest_age_s: float | None = None
     tasks: dict[str, TaskStatus] = {}
+    flow: FlowStat | None = None
 
     @classmethod
     def from_client(
@@ -169,14 +213,18 @@ class PartitionStatus(msgspec.Struct, tag="partition_status", kw_only=True):
 
         A task's ``ready`` is taken where the engine has it, else its ``unclaimed``.
         """
-        tasks = {
-            name: TaskStatus(
-                ready=int(task.get("ready", task.get("unclaimed", 0))),
+        tasks = {}
+        for name, task in status.get("tasks", {}).items():
+            ready, where = task.get("ready", task.get("unclaimed", 0)), task.get("where")
+            tasks[name] = TaskStatus(
+                ready=None if ready is None else int(ready),
                 claimed=int(task.get("claimed", 0)),
                 waiting=int(task.get("waiting", 0)),
+                fields=list(task.get("fields", ())),
+                where=str(where)[:_LONGEST_CONDITION] if where else "",
+                writes=list(task.get("writes", ())),
+                wanted=task.get("wanted"),
             )
-            for name, task in status.get("tasks", {}).items()
-        }
         return cls(
             partition_id=str(status["partition_id"]),
             time_ns=time_ns,
@@ -186,7 +234,23 @@ class PartitionStatus(msgspec.Struct, tag="partition_status", kw_only=True):
             capacity_bytes=capacity_bytes,
             oldest_age_s=status.get("oldest_age_s"),
             tasks=tasks,
+            flow=_flow_of(status.get("flow")),
         )
+
+
+def _flow_of(status: dict[str, Any] | None) -> FlowStat | None:
+    if status is None:
+        return None
+    flow = FlowStat(
+        str(status.get("policy") or ""),
+        int(status.get("version", 0)),
+        status.get("max_staleness"),
+        int(status.get("admitted", 0)),
+        int(status.get("waiting_for_admission", 0)),
+        {str(reason): int(count) for reason, count in status.get("evicted", {}).items()},
+        {str(reason): int(count) for reason, count in status.get("closed_short", {}).items()},
+    )
+    return flow if flow.is_used else None
 
 
 class WorkerHello(msgspec.Struct, tag="hello"):
@@ -218,8 +282,39 @@ class LogRecord(msgspec.Struct, tag="log"):
     time_ns: int
 
 
-Event: TypeAlias = (
-    SampleLife
+class StepOp(msgspec.Struct):
+    """One operation within a training step: how often, its seconds in all, and what they were spent on."""
+
+    count: int = 0
+    seconds: float = 0.0
+    waiting_s: float = 0.0
+    round_trips_s: float = 0.0
+    bytes_s: float = 0.0
+
+
+class StepRecord(msgspec.Struct, tag="step"):
+    """A training step that ended at ``time_ns``, and numbers of the user's own.
+
+    ``step`` None: only those, logged outside of any step.
+    """
+
+    step: int | None
+    time_ns: int
+    seconds: float = 0.0
+    ops: dict[str, StepOp] = {}
+    tokens: int = 0
+    scalars: dict[str, float] = {}
+
+
+class FieldBytes(msgspec.Struct, tag="field_bytes"):
+    """How many bytes were written to each field of a partition since the last one; of a tree by leaf."""
+
+    partition_id: str
+    written: dict[str, int]
+
+
+SingleEvent: TypeAlias = (
+    SampleEvent
     | WeightVersion
     | TransferRecord
     | PartitionStatus
@@ -227,7 +322,13 @@ Event: TypeAlias = (
     | WorkerGoodbye
     | SessionEvent
     | LogRecord
+    | StepRecord
+    | FieldBytes
 )
+"""What travels one by one: everything but operations."""
+
+EventRecord: TypeAlias = OpRecord | SingleEvent
+"""What a worker says."""
 
 
 class OpKey(msgspec.Struct, array_like=True, frozen=True):
@@ -248,6 +349,9 @@ class OpError(msgspec.Struct, array_like=True):
     message: str
 
 
+ColumnName: TypeAlias = Literal["n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns"]
+
+
 class OpColumns(msgspec.Struct, array_like=True):
     """Operations as columns: arrays of little-endian 64-bit integers, and 32-bit indices into ``keys``."""
 
@@ -258,6 +362,7 @@ class OpColumns(msgspec.Struct, array_like=True):
     wall_ns: bytes
     start_ns: bytes
     errors: list[OpError] = []
+    wait_ns: bytes = b""  # Empty: no operation of the batch has waited.
 
     def __len__(self) -> int:
         return len(self.key_index) // 4
@@ -265,16 +370,19 @@ class OpColumns(msgspec.Struct, array_like=True):
     def indices(self) -> npt.NDArray[np.uint32]:
         return np.frombuffer(self.key_index, dtype="<u4")
 
-    def column(self, name: Literal["n_keys", "n_bytes", "wall_ns", "start_ns"]) -> npt.NDArray[np.int64]:
-        return np.frombuffer(getattr(self, name), dtype="<i8")
+    def column(self, name: ColumnName) -> npt.NDArray[np.int64]:
+        packed = getattr(self, name)
+        if name == "wait_ns" and not packed:
+            return np.zeros(len(self), np.int64)
+        return np.frombuffer(packed, dtype="<i8")
 
     def check(self) -> None:
         """Raise ``ValueError`` unless the columns fit together."""
         size = len(self)
         if len(self.key_index) != 4 * size:
             raise ValueError(f"key_index has {len(self.key_index)} bytes, which is no multiple of 4")
-        for name in ("n_keys", "n_bytes", "wall_ns", "start_ns"):
-            if len(getattr(self, name)) != 8 * size:
+        for name in ("n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns"):
+            if len(getattr(self, name)) != 8 * size and (name != "wait_ns" or self.wait_ns):
                 raise ValueError(f"column {name} has {len(getattr(self, name))} bytes for {size} operations")
         if size and int(self.indices().max()) >= len(self.keys):
             raise ValueError(f"key index {int(self.indices().max())} of a table with {len(self.keys)} keys")
@@ -290,7 +398,7 @@ class EventBatch(msgspec.Struct, kw_only=True):
     sent_ns: int
     n_dropped: int = 0
     ops: OpColumns | None = None
-    events: list[Event] = []
+    events: list[SingleEvent] = []
     version: int = 1
 
     def __len__(self) -> int:
@@ -302,9 +410,10 @@ class EventBatch(msgspec.Struct, kw_only=True):
             return []
         ops = self.ops
         errors = {error.position: error for error in ops.errors}
-        columns = [ops.column(name).tolist() for name in ("n_keys", "n_bytes", "wall_ns", "start_ns")]
+        names: tuple[ColumnName, ...] = ("n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns")
+        columns = [ops.column(name).tolist() for name in names]
         records = []
-        for position, (index, n_keys, n_bytes, wall_ns, start_ns) in enumerate(
+        for position, (index, n_keys, n_bytes, wall_ns, start_ns, wait_ns) in enumerate(
             zip(ops.indices().tolist(), *columns, strict=True)
         ):
             key, error = ops.keys[index], errors.get(position)
@@ -323,6 +432,7 @@ class EventBatch(msgspec.Struct, kw_only=True):
                     error.message if error else None,
                     self.worker,
                     self.pid,
+                    wait_ns,
                 )
             )
         return records
@@ -337,7 +447,7 @@ def pack_ops(records: Iterable[OpRecord]) -> tuple[OpColumns, int]:
     rows = [msgspec.structs.astuple(record) for record in records]
     try:
         return _pack(rows), 0
-    except (TypeError, OverflowError, AttributeError):
+    except (TypeError, ValueError, OverflowError, AttributeError):
         kept = [row for row in rows if _is_sound(row)]
         return _pack(kept), len(rows) - len(kept)
 
@@ -345,7 +455,7 @@ def pack_ops(records: Iterable[OpRecord]) -> tuple[OpColumns, int]:
 def _pack(rows: Sequence[tuple[Any, ...]]) -> OpColumns:
     if not rows:
         return OpColumns([], b"", b"", b"", b"", b"")
-    op, partition, n_keys, n_bytes, wall, start, status, thread, task, error_class, message, _, _ = zip(
+    op, partition, n_keys, n_bytes, wall, start, status, thread, task, error_class, message, _, _, wait = zip(
         *rows, strict=True
     )
     table: dict[tuple[str, str, str, str | None, int], int] = {}
@@ -359,8 +469,10 @@ def _pack(rows: Sequence[tuple[Any, ...]]) -> OpColumns:
             for position, name in enumerate(error_class)
             if name
         ]
+    for error in errors:
+        error.error_class.encode(), error.message.encode()
     for name in (text for key in table for text in (key[0], key[1], key[2], key[3] or "")):
-        name.encode()  # A name that is no text, or no valid text, must fail here, where the row can be found.
+        name.encode()  # What is not valid text must fail here, where the row can be found.
     return OpColumns(
         [OpKey(*key) for key in table],
         _pack_integers("I", index),
@@ -369,6 +481,7 @@ def _pack(rows: Sequence[tuple[Any, ...]]) -> OpColumns:
         _pack_integers("q", wall),
         _pack_integers("q", start),
         errors,
+        _pack_integers("q", wait) if any(wait) else b"",
     )
 
 
@@ -387,8 +500,8 @@ def _pack_integers(code: str, values: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-class EventBatchCodec:
-    """Event batches as msgpack. A frame that cannot be read is dropped; the aggregator counts it."""
+class EventRecordCodec:
+    """Batches of event records as msgpack. A frame that cannot be read is dropped, and counted."""
 
     topic = make_topic("rlplane.events")
 

@@ -16,17 +16,17 @@ import msgspec
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.metrics.discovery import RunInfo
+from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, EventPublisherService
 from rlplane.metrics.events import SESSION_ROLE, SessionEvent
 from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME
-from rlplane.metrics.sender import METRICS_ADDRESS_VARIABLE, EventSender
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 
 if TYPE_CHECKING:
     from rlplane.report import Report
 
-__all__ = ["AggregatorHandle", "start_aggregator"]
+__all__ = ["AggregatorHandle", "spawn_aggregator", "start_aggregator"]
 
-JOURNAL_NAME = "events.jsonl"
+EVENT_LOG_NAME = "events.jsonl"
 
 
 def start_aggregator(
@@ -41,13 +41,15 @@ def start_aggregator(
     snapshot_address: str | None = None,
     ready_timeout_s: float = 30.0,
     set_environment: bool = True,
+    resume: bool = False,
 ) -> AggregatorHandle:
     """Start an aggregator process and wait until it takes events.
 
     The run is STARTED when this returns. With ``set_environment`` the address is in
     ``RLPLANE_METRICS_ADDRESS`` until :meth:`AggregatorHandle.finish`, for this process and its children.
-    With ``jsonl`` the events go to ``events.jsonl`` in ``out_dir``. The process ends by itself when this one
-    is gone.
+    With ``jsonl`` the events go to ``events.jsonl`` in ``out_dir``. With ``resume`` the run whose events and
+    final snapshot are there goes on: what was measured before is part of it. The process ends by itself when
+    this one is gone.
 
     Raises ``PlaneConnectionError`` with the reason when it does not start in ``ready_timeout_s``.
     """
@@ -60,10 +62,12 @@ def start_aggregator(
         ("--prometheus-port", prometheus_port),
         ("--events-address", events_address),
         ("--snapshot-address", snapshot_address),
-        ("--jsonl", directory / JOURNAL_NAME if jsonl and directory is not None else None),
+        ("--jsonl", directory / EVENT_LOG_NAME if jsonl and directory is not None else None),
     ):
         if value is not None:
             command += [option, str(value)]
+    if resume:
+        command.append("--resume")
     read_end, write_end = os.pipe()
     try:
         with _log_file(directory) as log:
@@ -91,6 +95,22 @@ def start_aggregator(
     return AggregatorHandle(info, process, directory, set_environment)
 
 
+def spawn_aggregator(
+    *, out_dir: Path | None, run_id: str, events_address: str, snapshot_address: str, plane: str
+) -> subprocess.Popen[bytes]:
+    """Start an aggregator process at addresses that the caller has chosen, and do not wait for it.
+
+    It ends by itself when this process is gone.
+    """
+    command = [sys.executable, "-m", "rlplane.metrics.aggregator", "--parent-pid", str(os.getpid())]
+    command += ["--events-address", events_address, "--snapshot-address", snapshot_address]
+    command += ["--run-id", run_id, "--plane", plane]
+    if out_dir is not None:
+        command += ["--out", str(out_dir)]
+    with _log_file(out_dir) as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+
+
 class AggregatorHandle:
     """A running aggregator. As a context manager it is finished at the end of the block."""
 
@@ -107,7 +127,9 @@ class AggregatorHandle:
         self.out_dir = out_dir
         self.process = process
         self.subscriber = MetricsSnapshotSubscriber(info.snapshot_address, run_id=info.run_id)
-        self._session = EventSender(info.events_address, f"session:{os.getpid()}", role=SESSION_ROLE)
+        self._session = EventPublisherService(
+            info.events_address, f"session:{os.getpid()}", role=SESSION_ROLE
+        )
         self._session.record(SessionEvent("STARTED", time.time_ns()))
         self._report: Report | None = None
         self._former_address: str | None = None
@@ -117,9 +139,9 @@ class AggregatorHandle:
             os.environ[METRICS_ADDRESS_VARIABLE] = info.events_address
 
     @property
-    def journal_path(self) -> Path | None:
+    def event_log_path(self) -> Path | None:
         """Where the events are, if they are recorded."""
-        return None if self.out_dir is None else self.out_dir / JOURNAL_NAME
+        return None if self.out_dir is None else self.out_dir / EVENT_LOG_NAME
 
     def report_error(self, message: str) -> None:
         """Tell the aggregator that something went wrong in the run as a whole."""

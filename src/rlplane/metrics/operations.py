@@ -1,8 +1,9 @@
-"""Operations, folded by column: counts and bytes by op and partition and by worker, latencies by op.
+"""Operations, folded by column: counts and bytes by op and partition and by worker, latencies by op, and
+apart from those how long they waited for samples or for room, by op, partition and task.
 
-Taking a batch translates its small table of keys and keeps its arrays; :meth:`OpLedger.fold` then brings
-all that arrived since the last tick together and groups it with array operations. What a single operation
-costs is a few tens of nanoseconds.
+Taking a batch translates its small table of keys and keeps its arrays; :meth:`OperationStats.fold` then
+brings all that arrived since the last tick together and groups it with array operations. What a single
+operation costs is a few tens of nanoseconds.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy.typing as npt
 
 from rlplane.metrics.events import STATUS_OK, STATUS_TIMEOUT, OpColumns, OpKey
 from rlplane.metrics.registry import CounterSampler, MetricsRegistry, SeriesSampler
-from rlplane.metrics.snapshot import MAX_OPS, MAX_PARTITIONS, OTHER, SeriesSummary, WorkerOpStat
+from rlplane.metrics.snapshot import MAX_OPS, MAX_PARTITIONS, MAX_TASKS, OTHER, SeriesSummary, WorkerOpStat
 
-__all__ = ["LabelSet", "OpLedger", "OpTotals"]
+__all__ = ["LabelSet", "OpTotals", "OperationStats"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -62,6 +63,8 @@ class OpTotals:
     bytes: int = 0
     failures: int = 0
     busy_ns: int = 0
+    waits: int = 0
+    wait_ns: int = 0
 
 
 @dataclass
@@ -112,6 +115,7 @@ class _WorkerOp(_Slot):
         self.op = op
         self.latency = registry.register_series("worker_op_latency", labels, figures=2, listed=False)
         self.rate = CounterSampler("worker_ops", labels)
+        self.wait_ns = 0
         self._summary: SeriesSummary | None = None
         self._refreshed = 0.0
 
@@ -122,8 +126,36 @@ class _WorkerOp(_Slot):
         self.rate.value = self.count
         rate = self.rate.rate(now)
         return WorkerOpStat(
-            self.op, self.count, self.keys, self.bytes, self.failures, self.timeouts, rate, self._summary
+            self.op,
+            self.count,
+            self.keys,
+            self.bytes,
+            self.failures,
+            self.timeouts,
+            rate,
+            self._summary,
+            self.wait_ns / 1e9,
         )
+
+
+class _TaskOp:
+    """One op in one partition for one task ("" where there is none): what it claimed, and how it waited."""
+
+    def __init__(self, registry: MetricsRegistry, op: str, partition: str, task: str) -> None:
+        self._registry = registry
+        self._labels = {"op": op, "partition": partition, **({"task": task} if task else {})}
+        self._waits: SeriesSampler | None = None
+        of_task = {"partition": partition, "task": task}
+        self._claimed = registry.register_counter("claim_keys", of_task) if op == "claim_meta" else None
+
+    def claim(self, keys: int) -> None:
+        if self._claimed is not None:
+            self._claimed.increment(keys)
+
+    def wait(self, waits: Int64Array) -> None:
+        if self._waits is None:  # Most ops never wait.
+            self._waits = self._registry.register_series("op_wait", self._labels)
+        self._waits.record_many(waits)
 
 
 @dataclass
@@ -136,10 +168,12 @@ class _Waiting:
     keys: list[Int64Array] = field(default_factory=list)
     bytes: list[Int64Array] = field(default_factory=list)
     wall: list[Int64Array] = field(default_factory=list)
+    task_op: list[Int64Array] = field(default_factory=list)
+    wait: list[Int64Array] = field(default_factory=list)
     size: int = 0
 
 
-class OpLedger:
+class OperationStats:
     """Everything about operations."""
 
     def __init__(self, registry: MetricsRegistry) -> None:
@@ -154,7 +188,10 @@ class OpLedger:
         self._latency: list[SeriesSampler] = []
         self._op_ids: dict[str, int] = {}
         self._op_of_worker_op: list[int] = []
-        self._known_keys: dict[tuple[str, OpKey], tuple[int, int, int]] = {}
+        self._task_ops: list[_TaskOp] = []
+        self._task_op_ids: dict[tuple[str, str, str], int] = {}
+        self._task_labels: dict[str, LabelSet] = {}
+        self._known_keys: dict[tuple[str, OpKey], tuple[int, int, int, int]] = {}
         self._waiting = _Waiting()
         self.totals = OpTotals()
         self.n_refused = 0
@@ -172,17 +209,26 @@ class OpLedger:
         waiting.keys.append(columns.column("n_keys"))
         waiting.bytes.append(columns.column("n_bytes"))
         waiting.wall.append(columns.column("wall_ns"))
+        waiting.task_op.append(rows[:, 3])
+        waiting.wait.append(columns.column("wait_ns"))
         waiting.size += len(columns)
         if waiting.size >= _MAX_WAITING:
             self.fold()
 
-    def _translate(self, worker: str, key: OpKey) -> tuple[int, int, int]:
+    def _translate(self, worker: str, key: OpKey) -> tuple[int, int, int, int]:
         known = self._known_keys.get((worker, key))
         if known is None:
             op = self._op_labels.label(key.op)
             partition = self._partition_labels.label(key.partition_id)
             status = {STATUS_OK: _OK, STATUS_TIMEOUT: _TIMEOUT}.get(key.status, _ERROR)
-            known = (self._partition_op_id(op, partition), self._worker_op_id(op, worker), status)
+            tasks = self._task_labels.setdefault(partition, LabelSet(MAX_TASKS))
+            task = tasks.label(key.task) if key.task else ""
+            known = (
+                self._partition_op_id(op, partition),
+                self._worker_op_id(op, worker),
+                status,
+                self._task_op_id(op, partition, task),
+            )
             if len(self._known_keys) >= 1 << 16:  # Only a cache: threads and names may go on for ever.
                 self._known_keys.clear()
             self._known_keys[worker, key] = known
@@ -194,6 +240,14 @@ class OpLedger:
             (op, partition),
             self._partition_ops,
             lambda: _PartitionOp(self._registry, op, partition),
+        )
+
+    def _task_op_id(self, op: str, partition: str, task: str) -> int:
+        return _intern(
+            self._task_op_ids,
+            (op, partition, task),
+            self._task_ops,
+            lambda: _TaskOp(self._registry, op, partition, task),
         )
 
     def _worker_op_id(self, op: str, worker: str) -> int:
@@ -221,7 +275,9 @@ class OpLedger:
         status = np.concatenate(waiting.status)
         keys = self._plausible(np.concatenate(waiting.keys))
         size = self._plausible(np.concatenate(waiting.bytes))
-        wall = np.concatenate(waiting.wall)
+        wait = self._plausible(np.concatenate(waiting.wait))
+        # What is left is how long the operation itself took.
+        wall = np.concatenate(waiting.wall) - wait
         for ids, slots in (
             (np.concatenate(waiting.partition_op), self._partition_ops),
             (np.concatenate(waiting.worker_op), self._worker_ops),
@@ -232,14 +288,29 @@ class OpLedger:
             self._worker_ops[index].latency.record_many(values)
         for index, values in _grouped(np.array(self._op_of_worker_op, np.int64)[worker_op], wall):
             self._latency[index].record_many(values)
+        task_op = np.concatenate(waiting.task_op)
+        for index, values in _grouped(task_op, keys):
+            self._task_ops[index].claim(int(values.sum()))
+        self._fold_waits(task_op, worker_op, wait)
         totals = self.totals
         totals.ops += waiting.size
-        totals.failures += int((status != _OK).sum())
+        totals.failures += int((status == _ERROR).sum())
         totals.keys += int(keys.sum())
         totals.bytes += int(size.sum())
         # A latency that makes no sense is refused by its series, one by one, and must not count here either.
         sound = wall[(wall >= 0) & (wall < _MAX_PLAUSIBLE)]
         totals.busy_ns += int(sound.sum())
+
+    def _fold_waits(self, task_op: Int64Array, worker_op: Int64Array, wait: Int64Array) -> None:
+        (waited,) = np.nonzero(wait)
+        if not len(waited):
+            return
+        self.totals.waits += len(waited)
+        self.totals.wait_ns += int(wait[waited].sum())
+        for index, values in _grouped(task_op[waited], wait[waited]):
+            self._task_ops[index].wait(values)
+        for index, values in _grouped(worker_op[waited], wait[waited]):
+            self._worker_ops[index].wait_ns += int(values.sum())
 
     def _plausible(self, values: Int64Array) -> Int64Array:
         """The values, with 0 for those that no operation can have; they are counted as refused."""

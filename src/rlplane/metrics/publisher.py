@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from rlplane.atomic_file import write_atomically
 from rlplane.errors import ConfigError
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.transport import MessagePublisher
 
-__all__ = ["FINAL_SNAPSHOT_NAME", "MetricsPublisher", "read_final_snapshot", "write_atomically"]
+__all__ = ["FINAL_SNAPSHOT_NAME", "MetricsPublisher", "read_final_snapshot"]
 
 FINAL_SNAPSHOT_NAME = "final_snapshot.json"
 
@@ -33,7 +32,7 @@ class MetricsPublisher:
 
     Args:
         messages: Where snapshots go.
-        take_snapshot: Makes the picture of now; called at every tick.
+        make_snapshot: Makes the picture of now; called at every tick.
         refresh_hz: Ticks per second.
         final_path: Where the final snapshot is written; None for nowhere.
         deliver_within_s: How long the final frame waits for subscribers whose queue is full.
@@ -42,7 +41,7 @@ class MetricsPublisher:
     def __init__(
         self,
         messages: MessagePublisher[MetricsSnapshot],
-        take_snapshot: Callable[[], MetricsSnapshot],
+        make_snapshot: Callable[[], MetricsSnapshot],
         *,
         refresh_hz: float = 4.0,
         final_path: Path | None = None,
@@ -51,7 +50,7 @@ class MetricsPublisher:
         if not 0 < refresh_hz <= 1000:
             raise ConfigError(f"refresh_hz is {refresh_hz}; it must be above 0 and at most 1000")
         self._messages = messages
-        self._take_snapshot = take_snapshot
+        self._make_snapshot = make_snapshot
         self._period_s = 1.0 / refresh_hz
         self._final_path = final_path
         self._deliver_within_s = deliver_within_s
@@ -76,9 +75,9 @@ class MetricsPublisher:
             await asyncio.sleep(due - loop.time())
 
     def tick(self) -> None:
-        """Take a snapshot and publish it. A failure is logged and counted; the next tick tries again."""
+        """Make a snapshot and publish it. A failure is logged and counted; the next tick tries again."""
         try:
-            self.latest = self._take_snapshot()
+            self.latest = self._make_snapshot()
             self._messages.publish(self.latest)
         except Exception:
             self.n_failed_ticks += 1
@@ -131,30 +130,6 @@ class MetricsPublisher:
             logger.error("the final snapshot could not be written to %s: %s", self._final_path, exc)
             return False
         return True
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, also after a crash.
-
-    Raises ``OSError`` when it cannot; the temporary file is gone then too.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    # The name is durable only once the directory is.
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def read_final_snapshot(path: Path) -> MetricsSnapshot:

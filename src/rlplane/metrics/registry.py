@@ -107,6 +107,20 @@ class MetricsRegistry:
         self._add(sampler)
         return sampler
 
+    def record(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
+        """Append a value to a series. ``KeyError`` if there is none of that name and labels."""
+        sampler = self._samplers[name, tuple(sorted((labels or {}).items()))]
+        if not isinstance(sampler, SeriesSampler):
+            raise InvalidRequestError(f"metric {name!r} is a {type(sampler).__name__} and takes no values")
+        sampler.record(value)
+
+    def increment(self, name: str, by: int = 1, labels: Mapping[str, str] | None = None) -> None:
+        """Add to a counter. ``KeyError`` if there is none of that name and labels."""
+        sampler = self._samplers[name, tuple(sorted((labels or {}).items()))]
+        if not isinstance(sampler, CounterSampler):
+            raise InvalidRequestError(f"metric {name!r} is a {type(sampler).__name__} and does not count")
+        sampler.increment(by)
+
     def _add(self, sampler: CounterSampler | GaugeSampler | SeriesSampler) -> None:
         name, labels = sampler.name, tuple(sorted(sampler.labels.items()))
         kind = self._kinds.setdefault(name, type(sampler))

@@ -4,35 +4,39 @@ A viewer needs no history: whichever snapshot it gets first shows everything, an
 
 **Where to look.** What describes the run is in ``metrics``, each entry a name with labels:
 
-=====================  ==================  ==============================================================
-counter                labels              what
-=====================  ==================  ==============================================================
-``ops``                op, partition       finished operations; ``rate`` is per second, over the last seconds
-``op_keys``            op, partition       samples they touched
-``op_bytes``           op, partition       bytes they moved
-``op_failures``        op, partition       those that raised, timeouts aside
-``op_timeouts``        op, partition       those that timed out
-``samples_written``    partition           samples seen for the first time
-``samples_claimed``    partition, task     first claims
-``samples_reclaimed``  partition, task     claims of a sample that the task had claimed before
-``samples_cleared``    partition
-``samples_failed``     partition           each sample once, whether it failed before or after its clear
-``transfers``          —                   successful transfers; with ``transfer_bytes``
-``transfer_failures``  kind                ``transfer``, ``notification`` or ``expired``
-``events``             —                   events that reached the aggregator
-``events_dropped``     —                   events that workers dropped because their queue was full
-``batches_lost``       —                   gaps in the workers' numbering
-``bad_frames``         —                   frames that could not be read
-``values_refused``     —                   NaN, infinite, negative or mistyped values
-``life_untracked``     —                   steps of samples beyond the table's bound
-``trigger_failures``   —                   triggers of the table that raised
-``session_errors``     —                   ERROR events
-=====================  ==================  ==============================================================
+==========================  ==================  ==============================================================
+counter                     labels              what
+==========================  ==================  ==============================================================
+``ops``                     op, partition       finished; ``rate`` is per second, over the last seconds
+``op_keys``                 op, partition       samples they touched
+``op_bytes``                op, partition       bytes they moved
+``op_failures``             op, partition       those that raised, timeouts aside
+``op_timeouts``             op, partition       those that timed out; of ``claim_meta``, that found nothing
+``claim_keys``              partition, task     samples that claims returned, tracked or not
+``field_bytes``             partition, field    bytes that puts wrote; of a field that is a tree, by leaf
+``samples_written``         partition           samples seen for the first time
+``samples_claimed``         partition, task     first claims
+``samples_reclaimed``       partition, task     claims of a sample that the task had claimed before
+``samples_cleared``         partition
+``tracked_samples_failed``  partition           each once, whether it failed before or after its clear
+``transfers``               —                   successful transfers; with ``transfer_bytes``
+``transfer_failures``       kind                ``transfer``, ``notification`` or ``expired``
+``events``                  —                   events that reached the aggregator
+``events_dropped``          —                   dropped by workers: a full queue, or not to be encoded
+``batches_lost``            —                   gaps in the workers' numbering
+``bad_frames``              —                   frames that could not be read
+``values_refused``          —                   NaN, infinite, negative or mistyped values
+``samples_untracked``       —                   steps of samples beyond the table's bound
+``trigger_failures``        —                   triggers of the table that raised
+``session_errors``          —                   ERROR events
+==========================  ==================  ==============================================================
 
 =======================  ================  ========  ==================================================
 series                   labels            unit      what
 =======================  ================  ========  ==================================================
-``op_latency``           op                ns        wall time of operations, failed ones included
+``op_latency``           op                ns        time of operations, failed ones included, waiting left
+out ``op_wait``              op, partition,    ns        how long those that waited did: claims for samples,
+puts                          task                        for room
 ``written_to_claimed``   partition, task   ns
 ``written_to_cleared``   partition         ns
 ``staleness``            partition, task   versions  newest weight version minus the sample's, at the claim
@@ -66,16 +70,19 @@ from typing import TypeAlias
 
 import msgspec
 
+from rlplane.metrics.events import FlowStat
 from rlplane.transport import make_topic
 
 __all__ = [
     "GRIDS",
+    "MAX_FIELDS",
     "MAX_FINISHED",
     "MAX_LOG_LINES",
     "MAX_OLDEST",
     "MAX_OLDEST_AT_END",
     "MAX_OPS",
     "MAX_PARTITIONS",
+    "MAX_STEPS",
     "MAX_TASKS",
     "MAX_TIMELINE",
     "MAX_WORKERS",
@@ -94,6 +101,9 @@ __all__ = [
     "SeriesSummary",
     "SessionState",
     "Stat",
+    "StepOpStat",
+    "StepStat",
+    "StepTotals",
     "TaskStat",
     "TimelinePoint",
     "WorkerOpStat",
@@ -128,9 +138,11 @@ MAX_TASKS = 64
 MAX_WORKERS = 1024
 MAX_OLDEST = 20
 MAX_OLDEST_AT_END = 1000
+MAX_FIELDS = 128
 MAX_FINISHED = 20
 MAX_LOG_LINES = 100
 MAX_TIMELINE = 360
+MAX_STEPS = 400
 
 logger = logging.getLogger(__name__)
 
@@ -220,20 +232,35 @@ class SeriesSummary(msgspec.Struct, omit_defaults=True):
 class TaskStat(msgspec.Struct, omit_defaults=True):
     """A consumer task of a partition: samples ready for it, claimed by it, and claims that wait.
 
-    None means that nobody reports it: ``ready`` and ``waiting`` need an engine with ``partition_status``.
+    ``ready`` counts the samples that satisfy the claim that waits, or that was made last: those with
+    ``fields`` that match the condition ``where``; it wants ``wanted`` of them. ``writes`` are the fields
+    that the task's workers write. None means that nobody reports it: ``ready`` and ``waiting`` need an
+    engine with ``partition_status``, and ``ready`` a first claim.
     """
 
     task: str
     ready: int | None = None
     claimed: int | None = None
     waiting: int | None = None
+    fields: list[str] = []
+    where: str = ""
+    writes: list[str] = []
+    wanted: int | None = None
+
+    @property
+    def starves(self) -> bool:
+        """Whether claims wait because too few samples are ready (and not, say, for admission)."""
+        few = self.ready is not None and (self.wanted is None or self.ready < self.wanted)
+        return bool(self.waiting) and few
 
 
 class PartitionStat(msgspec.Struct, omit_defaults=True):
     """What a partition holds now, at its peak, and has seen in all.
 
     ``reported`` says that an engine's ``partition_status`` is the source of ``samples`` and ``bytes``; else
-    they add up from the life records.
+    they add up from the sample events. Without ``tracked`` there are no sample events, and nobody knows what
+    was written, claimed, cleared and failed: those are 0, and views show a dash. ``flow`` is what its flow
+    policy has done, if it has one, or if weight versions are announced.
     """
 
     partition: str
@@ -251,6 +278,13 @@ class PartitionStat(msgspec.Struct, omit_defaults=True):
     failed: int = 0
     never_cleared: int = 0
     tasks: list[TaskStat] = []
+    tracked: bool = True
+    flow: FlowStat | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether anybody says what it holds."""
+        return self.reported or self.tracked
 
 
 class WorkerOpStat(msgspec.Struct, omit_defaults=True):
@@ -264,6 +298,7 @@ class WorkerOpStat(msgspec.Struct, omit_defaults=True):
     timeouts: int = 0
     rate: float = 0.0
     latency: SeriesSummary | None = None
+    waited_s: float = 0.0
 
 
 class WorkerStat(msgspec.Struct, omit_defaults=True):
@@ -301,7 +336,7 @@ class WorkerStat(msgspec.Struct, omit_defaults=True):
 
 
 class SampleAge(msgspec.Struct, omit_defaults=True):
-    """The life of a sample, in flight (written and not cleared) unless ``cleared_ns`` says when it ended.
+    """A sample, in flight (written and not cleared) unless ``cleared_ns`` says when it ended.
 
     ``claimed_ns`` has the time of each claim in ``claimed_by``. ``age_s`` is the age at its clear, or now.
     """
@@ -319,12 +354,17 @@ class SampleAge(msgspec.Struct, omit_defaults=True):
 
 
 class LogLine(msgspec.Struct, omit_defaults=True):
-    """A line of the log; ``level`` is ``warning`` or ``error``, ``worker`` empty for the aggregator's own."""
+    """A line of the log; ``level`` is ``warning`` or ``error``, ``worker`` empty for the aggregator's own.
+
+    What is said again is one line: ``count`` times, first at ``first_ns`` and last at ``time_ns``.
+    """
 
     time_ns: int
     level: str
     message: str
     worker: str = ""
+    count: int = 1
+    first_ns: int = 0
 
 
 class TimelinePoint(msgspec.Struct, omit_defaults=True):
@@ -344,6 +384,60 @@ class TimelinePoint(msgspec.Struct, omit_defaults=True):
     stale_count: int = 0
     samples_held: int = 0
     bytes_held: int = 0
+    waits: int = 0
+    wait_ns: int = 0
+
+
+class StepStat(msgspec.Struct, omit_defaults=True):
+    """A training step of one worker, which ended ``elapsed_s`` after the start of the run.
+
+    ``plane_s`` of its ``seconds`` were spent in calls to the plane: ``waiting_s`` for samples or room,
+    ``round_trips_s`` to the service, ``bytes_s`` on bytes. ``step`` None: only ``scalars``, logged outside
+    of any.
+    """
+
+    step: int | None
+    elapsed_s: float
+    worker: str = ""
+    seconds: float = 0.0
+    plane_s: float = 0.0
+    waiting_s: float = 0.0
+    round_trips_s: float = 0.0
+    bytes_s: float = 0.0
+    tokens: int = 0
+    scalars: dict[str, float] = {}
+
+
+class StepOpStat(msgspec.Struct, omit_defaults=True):
+    """One operation in all training steps of a run."""
+
+    op: str
+    count: int = 0
+    seconds: float = 0.0
+    waiting_s: float = 0.0
+    round_trips_s: float = 0.0
+    bytes_s: float = 0.0
+
+
+class StepTotals(msgspec.Struct, omit_defaults=True):
+    """All training steps of a run together; ``ops`` by the time that they took."""
+
+    count: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    ops: list[StepOpStat] = []
+
+    @property
+    def plane_s(self) -> float:
+        return sum(op.seconds for op in self.ops)
+
+    def share(self, part: str = "seconds") -> float:
+        """Which share of the steps' time the plane took, or one ``part`` of it, such as ``waiting_s``."""
+        return sum(getattr(op, part) for op in self.ops) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -352,6 +446,7 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``exact`` says that all percentiles come from all the values, which only a final snapshot can say.
     ``n_pending_tasks`` above 0 in a COMPLETE one means that the drain timed out. ``n_in_flight`` counts
     samples written and not cleared; ``oldest`` lists the oldest of them, ``finished`` the last ones cleared.
+    ``steps`` are the last training steps that were marked, and ``step_totals`` all of them together.
     """
 
     run_id: str
@@ -376,6 +471,8 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
     log: list[LogLine] = []
     timeline: list[TimelinePoint] = []
     finished: list[SampleAge] = []
+    steps: list[StepStat] = []
+    step_totals: StepTotals = msgspec.field(default_factory=StepTotals)
 
     def counters(self, name: str, **labels: str) -> Iterator[CounterStat]:
         """The counters of that name whose labels include ``labels``."""
@@ -414,14 +511,29 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
             ):
                 if value is not None:
                     yield GaugeStat(name, value, labels)
+            yield from _flow_gauges(part.flow, labels)
             for task in part.tasks:
                 for name, value in (
                     ("task_ready", task.ready),
                     ("task_claimed", task.claimed),
                     ("task_waiting", task.waiting),
+                    ("task_wanted", task.wanted),
                 ):
                     if value is not None:
                         yield GaugeStat(name, value, {**labels, "task": task.task})
+
+
+def _flow_gauges(flow: FlowStat | None, labels: dict[str, str]) -> Iterator[GaugeStat]:
+    if flow is None:
+        return
+    yield GaugeStat("flow_version", flow.version, labels)
+    if flow.max_staleness is not None:
+        yield GaugeStat("flow_max_staleness", flow.max_staleness, labels)
+    yield GaugeStat("flow_admitted", flow.admitted, labels)
+    yield GaugeStat("flow_waiting", flow.waiting, labels)
+    for name, counts in (("flow_evicted", flow.evicted), ("flow_closed_short", flow.closed_short)):
+        for reason, count in counts.items():
+            yield GaugeStat(name, count, {**labels, "reason": reason})
 
 
 def _fits(stat: CounterStat | SeriesStat, name: str, labels: dict[str, str]) -> bool:

@@ -21,6 +21,8 @@ _SUMMED = (
     "cleared",
     "stale_sum",
     "stale_count",
+    "waits",
+    "wait_ns",
 )
 
 
@@ -59,6 +61,11 @@ class Timeline:
             rest = self._points[len(self._points) // 2 * 2 :]
             self._points = [_merged(first, second) for first, second in pairs] + rest
             self._width_s = self._points[0].seconds
+
+    def continue_from(self, points: list[TimelinePoint], totals: TimelinePoint) -> None:
+        """Begin after ``points``, at the end of which the run had these totals."""
+        self._points, self._totals = list(points), totals
+        self._width_s = min((point.seconds for point in points[:-1]), default=0.0)
 
     def points(self) -> list[TimelinePoint]:
         return list(self._points)

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -112,6 +113,7 @@ class ValueStore:
     def _write(self, keys: Int64Array) -> int:
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._directory, prefix="rlplane-values-")  # noqa: SIM115
+            weakref.finalize(self, self._file.close)  # for a registry that is dropped without close
         offset = self._size
         data = keys.data.cast("B")
         try:

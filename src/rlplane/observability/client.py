@@ -2,45 +2,55 @@
 
 The operation itself runs as it would without the wrapper, and its outcome is the engine's in every case.
 What the wrapper adds to it is a look at the columns' sizes, two clock readings and one append to the
-journal.
+dispatcher's queue.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, KVBatchMeta
-from rlplane.metrics.sender import EventSender
-from rlplane.observability.journal import (
-    ADD,
-    CLAIM,
-    CLEAR,
-    NOTHING,
-    PUT,
-    RESET,
+from rlplane.call_times import CallTimes, timed_call
+from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, KVBatchMeta, PartitionStatus
+from rlplane.observability.dispatcher import TelemetryDispatcher
+from rlplane.observability.engine_monitor import EngineMonitor
+from rlplane.observability.operation import (
+    AddedBytes,
+    Advanced,
+    Claimed,
+    Cleared,
     DataPlaneEvent,
+    Effect,
     EventStatus,
-    Journal,
+    Operation,
+    Put,
+    Reset,
 )
-from rlplane.observability.sizes import glance, total_bytes
-from rlplane.observability.watch import Watcher
+from rlplane.observability.sizes import _td_bytes, note
+from rlplane.observability.training_steps import StepClock, TrainingStep
 from rlplane.sinks import SinkSpec
 from rlplane.transfer_stats import TransferStats
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from rlplane.control.policies import FlowPolicy
+    from rlplane.observability.own_aggregator import OwnAggregator
+
 __all__ = ["MetricsDataPlaneClient", "log_event"]
 
 logger = logging.getLogger("rlplane.observability")
 
 _now = time.perf_counter
+
+ErrorDescription: TypeAlias = tuple[Literal["timeout", "error"], tuple[str, str]]
+"""The status of the event, and the error's type and message."""
 
 
 def log_event(event: DataPlaneEvent) -> None:
@@ -66,7 +76,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     The wrapper pickles if ``inner`` does. A callback that does not pickle is left out, with a log line,
     because telemetry does not decide whether a client can be sent somewhere; sinks travel by their
-    description. The copy, like a forked child, starts with empty books.
+    description. The copy, like a forked child, starts at zero.
 
     Args:
         inner: The client to measure.
@@ -77,6 +87,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         track_partitions: Partitions whose samples are followed one by one (``"*"``: all).
         transfer_log_interval_s: How often a line about the engine's transfers is logged; None: never.
         capacity: ``capacity_samples`` and ``capacity_bytes`` of the plane, for the viewers.
+        aggregator: What ends with this client. A copy goes without it.
 
     Raises:
         ConfigError: A sink or the address cannot be used.
@@ -94,8 +105,10 @@ class MetricsDataPlaneClient(DataPlaneClient):
         track_partitions: Sequence[str] = (),
         transfer_log_interval_s: float | None = None,
         capacity: Mapping[str, int | None] | None = None,
+        aggregator: OwnAggregator | None = None,
     ) -> None:
         self._inner = inner
+        self._aggregator = aggregator
         self._options: dict[str, Any] = {
             "metrics_address": metrics_address,
             "role": role,
@@ -103,16 +116,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
             "transfer_log_interval_s": transfer_log_interval_s,
             "capacity": dict(capacity or {}),
         }
-        sender = EventSender(metrics_address, role=role) if metrics_address else None
-        self._journal = Journal(on_event, sinks, sender, track_partitions)
-        self._watcher = Watcher(
+        self._dispatcher = TelemetryDispatcher(on_event, sinks, metrics_address, role, track_partitions)
+        self._monitor = EngineMonitor(
             inner,
-            self._journal,
+            self._dispatcher,
             capacity=self._options["capacity"],
             transfer_log_interval_s=transfer_log_interval_s,
         )
-        self._journal.companion = self._watcher
-        weakref.finalize(self, self._journal.close, 1.0).atexit = False
+        self._dispatcher.accompany(self._monitor)
+        self._steps = StepClock(self._dispatcher.finish_step)
+        weakref.finalize(self, self._dispatcher.close, 1.0).atexit = False
 
     @property
     def inner(self) -> DataPlaneClient:
@@ -123,7 +136,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     def snapshot(self) -> dict[str, Any]:
         """Totals, live bytes and keys, and how the measuring itself goes; see ``docs/observability.md``."""
-        snapshot = self._journal.snapshot()
+        snapshot = self._dispatcher.snapshot()
         held = self.bytes_outstanding_by_partition()
         snapshot["engine"] = {
             partition_id: {
@@ -131,33 +144,42 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 "bytes": status["bytes"],
                 "difference": status["bytes"] - held.get(partition_id, 0),
             }
-            for partition_id, status in dict(self._watcher.engine).items()
+            for partition_id, status in dict(self._monitor.engine).items()
         }
         snapshot["transfers"] = self.transfer_stats.reduce()
         return snapshot
 
     def bytes_outstanding_by_partition(self) -> dict[str, int]:
         """The bytes that this client put and that are still held, by partition; none held: not there."""
-        with self._journal.lock:
-            self._journal.fold()
-            return self._journal.books.bytes_by_partition()
+        with self._dispatcher.lock:
+            self._dispatcher.process()
+            return self._dispatcher.accounting.outstanding.bytes_by_partition()
 
     @property
     def transfer_stats(self) -> TransferStats:
         """The engine's transfers since this client was made (a copy)."""
-        self._watcher.collect_transfers()
-        return TransferStats().aggregate(self._watcher.transfers)
+        self._monitor.collect_transfers()
+        return TransferStats().aggregate(self._monitor.transfers)
 
     def reconcile(self) -> None:
-        """Take samples off the books that other processes have cleared, now. It also happens by itself.
+        """Stop counting samples that other processes have cleared, now. It also happens by itself.
 
         Engines without ``partition_status`` and ``list_sample_ids`` cannot say; nothing happens then.
         """
-        self._watcher.reconcile_all(thoroughly=True)
+        self._monitor.reconcile_all(thoroughly=True)
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Wait until callback and sinks have had every event so far; False if that takes longer."""
-        return self._journal.flush(timeout_s)
+        return self._dispatcher.flush(timeout_s)
+
+    def step(self, number: int) -> TrainingStep:
+        return self._steps.step(number)
+
+    def mark_step(self, number: int) -> None:
+        self._steps.mark(number)
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        self._steps.log(scalars)
 
     # The operations.
 
@@ -169,12 +191,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         consumer_tasks: list[str],
         grpo_group_size: int | None = None,
         enums: dict[str, list[str]] | None = None,
+        *,
+        flow: FlowPolicy | Mapping[str, Any] | None = None,
+        produces: dict[str, list[str]] | None = None,
     ) -> None:
+        extra = _given(flow=flow, produces=produces)
         self._run(
             "register",
             partition_id,
             lambda: self._inner.register_partition(
-                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
+                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, **extra
             ),
         )
 
@@ -186,32 +212,39 @@ class MetricsDataPlaneClient(DataPlaneClient):
         batch_size: int,
         dp_rank: int | None = None,
         blocking: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         *,
         where: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        order: str | None = None,
+        dp_world: int | None = None,
+        step: str | int | None = None,
+        max_uses: int = 1,
+        repeat_where: Mapping[str, Any] | None = None,
     ) -> KVBatchMeta:
-        # An engine written for the contract without ``where`` is not handed one that nobody asked for.
-        extra = {} if where is None else {"where": where}
-        began = _now()
-        try:
-            meta = self._inner.claim_meta(
+        # An engine written for the contract without these is not handed one that nobody asked for.
+        extra = _given(
+            where=where,
+            max_tokens=max_tokens,
+            order=order,
+            dp_world=dp_world,
+            step=step,
+            max_uses=None if max_uses == 1 else max_uses,
+            repeat_where=repeat_where,
+        )
+        meta: KVBatchMeta = self._measure(
+            "claim_meta",
+            partition_id,
+            lambda: self._inner.claim_meta(
                 partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s, **extra
-            )
-        except BaseException as error:
-            self._failed("claim_meta", partition_id, 0, 0, began, error, task=task_name)
-            raise
-        end = _now()
-        act, payload = NOTHING, None
-        if self._journal.sender is not None and self._journal.is_tracked(partition_id):
-            act, payload = CLAIM, (list(meta.sample_ids), [dict(tag) for tag in meta.tags or ()])
-        size, me = meta.size, get_ident()
-        self._journal.note(
-            ("claim_meta", partition_id, size, 0, began, end, "ok", me, task_name, None, act, payload)
+            ),
+            task=task_name,
+            effect=self._claim_effect(partition_id),
         )
         return meta
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        result: TensorDict = self._run(
+        result: TensorDict = self._measure(
             "get_data",
             getattr(meta, "partition_id", ""),
             lambda: self._inner.get_data(meta, select_fields),
@@ -236,26 +269,18 @@ class MetricsDataPlaneClient(DataPlaneClient):
         tags: list[dict[str, Any]] | None = None,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        must_exist: bool = False,
     ) -> KVBatchMeta:
-        try:
-            seen = glance(fields)
-        except Exception:  # Not a TensorDict, say: what is wrong with it is for the engine to tell.
-            seen = []
-        began = _now()
-        try:
-            if timeout_s == DEFAULT_TIMEOUT_S:
-                meta = self._inner.put_samples(sample_ids, partition_id, fields, tags)
-            else:
-                meta = self._inner.put_samples(sample_ids, partition_id, fields, tags, timeout_s=timeout_s)
-        except BaseException as error:
-            payload = (_as_ids(sample_ids), seen, None)
-            self._failed("put", partition_id, len(payload[0]), 0, began, error, PUT, payload)
-            raise
-        ended = _now()
-        ids = list(sample_ids) if type(sample_ids) is list else _as_ids(sample_ids)
-        noted = (ids, seen, tags and meta.tags)
-        self._journal.note(
-            ("put", partition_id, len(ids), 0, began, ended, "ok", get_ident(), None, None, PUT, noted)
+        # An engine written for the contract without these is not handed one that nobody asked for.
+        extra = _given(
+            timeout_s=None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s, must_exist=must_exist or None
+        )
+        meta: KVBatchMeta = self._measure(
+            "put",
+            partition_id,
+            lambda: self._inner.put_samples(sample_ids, partition_id, fields, tags, **extra),
+            n_keys=len(as_ids(sample_ids)),
+            effect=put_effect(sample_ids, fields, tags),
         )
         return meta
 
@@ -264,37 +289,131 @@ class MetricsDataPlaneClient(DataPlaneClient):
             "get",
             partition_id,
             lambda: self._inner.get_samples(sample_ids, partition_id, select_fields),
-            n_keys=len(_as_ids(sample_ids)),
+            n_keys=len(as_ids(sample_ids)),
         )
         return result
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        ids = None if sample_ids is None else _as_ids(sample_ids)
-        self._run(
+        ids = None if sample_ids is None else as_ids(sample_ids)
+        self._measure(
             "clear",
             partition_id,
             lambda: self._inner.clear_samples(sample_ids, partition_id),
             n_keys=0 if ids is None else len(ids),
-            action=CLEAR,
-            payload=ids,
+            effect=lambda _: Cleared(ids),
         )
 
     def close(self) -> None:
         """Close the inner client, then hand on the last events, for at most a few seconds. Idempotent."""
-        if self._journal.stopped.is_set():
+        if self._dispatcher.stopped.is_set():
             self._inner.close()
             return
-        try:
-            self._watcher.finish()
-        except Exception as error:
-            logger.debug("the last look at the engine failed: %r", error)
+        self._look_at_engine()
         try:
             self._run("close", "", self._inner.close)
         finally:
-            self._watcher.send_scalars()
-            self._journal.close()
+            self._end()
+
+    def _look_at_engine(self) -> None:
+        """For the last time, before it is closed."""
+        try:
+            self._monitor.finish()
+        except Exception as error:
+            logger.debug("the last look at the engine failed: %r", error)
+
+    def _end(self) -> None:
+        """Hand on the last events."""
+        self._monitor.send_scalars()
+        self._dispatcher.close()
+        if self._aggregator is not None:
+            self._aggregator.close()
 
     # Optional from here on.
+
+    def peek_meta(
+        self,
+        partition_id: str,
+        *,
+        where: Mapping[str, Any] | None = None,
+        fields: list[str] | None = None,
+        limit: int | None = None,
+        order: str | None = None,
+    ) -> KVBatchMeta:
+        result: KVBatchMeta = self._run(
+            "peek_meta",
+            partition_id,
+            lambda: self._inner.peek_meta(partition_id, where=where, fields=fields, limit=limit, order=order),
+        )
+        return result
+
+    def advance_version(self, partition_id: str, version: int) -> None:
+        self._measure(
+            "advance_version",
+            partition_id,
+            lambda: self._inner.advance_version(partition_id, version),
+            effect=lambda _: Advanced(version),
+        )
+
+    def finish_partition(self, partition_id: str) -> None:
+        self._run("finish_partition", partition_id, lambda: self._inner.finish_partition(partition_id))
+
+    def close_group(
+        self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
+    ) -> int:
+        result: int = self._run(
+            "close_group",
+            partition_id,
+            lambda: self._inner.close_group(partition_id, group, reason=reason, fields=fields),
+        )
+        return result
+
+    def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
+        result: list[str] = self._run(
+            "should_abort", partition_id, lambda: self._inner.should_abort(sample_ids, partition_id)
+        )
+        return result
+
+    def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
+        result: KVBatchMeta = self._run(
+            "evicted_meta", partition_id, lambda: self._inner.evicted_meta(partition_id, limit=limit)
+        )
+        return result
+
+    def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
+        result: int = self._run("count", partition_id, lambda: self._inner.count(partition_id, where))
+        return result
+
+    def append_samples(
+        self,
+        sample_ids: list[str],
+        partition_id: str,
+        fields: TensorDict,
+        tags: list[dict[str, Any]] | None = None,
+        *,
+        finish: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> KVBatchMeta:
+        meta: KVBatchMeta = self._measure(
+            "append",
+            partition_id,
+            lambda: self._inner.append_samples(
+                sample_ids, partition_id, fields, tags, finish=finish, timeout_s=timeout_s
+            ),
+            n_keys=len(as_ids(sample_ids)),
+            effect=put_effect(sample_ids, fields, tags, appends=True),
+        )
+        return meta
+
+    def finish_claims(self, meta: KVBatchMeta) -> None:
+        self._run(
+            "finish_claims", meta.partition_id, lambda: self._inner.finish_claims(meta), n_keys=meta.size
+        )
+
+    def unclaim(self, meta: KVBatchMeta) -> None:
+        self._run("unclaim", meta.partition_id, lambda: self._inner.unclaim(meta), n_keys=meta.size)
+
+    def drop_partition(self, partition_id: str) -> None:
+        self._run("drop_partition", partition_id, lambda: self._inner.drop_partition(partition_id))
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
         result: list[str] = self._run(
@@ -302,19 +421,26 @@ class MetricsDataPlaneClient(DataPlaneClient):
         )
         return result
 
-    def partition_status(self, partition_id: str) -> dict[str, Any]:
-        result: dict[str, Any] = self._run(
+    def partition_status(self, partition_id: str) -> PartitionStatus:
+        result: PartitionStatus = self._run(
             "partition_status", partition_id, lambda: self._inner.partition_status(partition_id)
         )
         return result
 
-    def save_checkpoint(self, path: str) -> None:
-        self._run("save_checkpoint", "", lambda: self._inner.save_checkpoint(path))
+    def save_checkpoint(self, checkpoint_dir: str, *, metadata: Mapping[str, Any] | None = None) -> None:
+        self._run(
+            "save_checkpoint", "", lambda: self._inner.save_checkpoint(checkpoint_dir, metadata=metadata)
+        )
 
-    def load_checkpoint(self, path: str, *, release_claims: bool = False) -> None:
-        extra: dict[str, Any] = {"release_claims": True} if release_claims else {}
+    def load_checkpoint(self, checkpoint_dir: str, *, release_claims: bool = False) -> dict[str, Any]:
         # The plane's content is replaced, so nothing of what this client put is there any more.
-        self._run("load_checkpoint", "", lambda: self._inner.load_checkpoint(path, **extra), action=RESET)
+        metadata: dict[str, Any] = self._measure(
+            "load_checkpoint",
+            "",
+            lambda: self._inner.load_checkpoint(checkpoint_dir, release_claims=release_claims),
+            effect=lambda _: Reset(),
+        )
+        return metadata
 
     def __getattr__(self, name: str) -> Any:
         # What an engine has beyond the contract stays in reach.
@@ -326,13 +452,13 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return f"MetricsDataPlaneClient({self._inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        on_event, sinks = self._journal.on_event, []
+        on_event, sinks = self._dispatcher.on_event, []
         if on_event is not None and not _pickles(on_event):
             logger.warning(
                 "the callback %r does not pickle: the copy of the client goes without it", on_event
             )
             on_event = None
-        for spec in self._journal.sink_specs:
+        for spec in self._dispatcher.sink_specs:
             if isinstance(spec, (str, Mapping)) or _pickles(spec):
                 sinks.append(spec)
             else:
@@ -352,96 +478,143 @@ class MetricsDataPlaneClient(DataPlaneClient):
         *,
         n_keys: int = 0,
         n_bytes: int = 0,
-        task: str | None = None,
-        action: int = NOTHING,
-        payload: Any = None,
     ) -> Any:
-        """Run ``fn`` and note one operation with its time and status.
+        """Run ``fn`` and emit one event with its time and status.
 
         ``n_keys`` and ``n_bytes`` are taken from the result when it is a meta or a ``TensorDict``.
         """
-        began = _now()
-        try:
-            result = fn()
-        except BaseException as error:
-            self._failed(op, partition_id, n_keys, n_bytes, began, error, task=task)
-            raise
-        ended = _now()
-        if isinstance(result, KVBatchMeta):
-            n_keys = result.size
-        elif result is not None and hasattr(result, "batch_size"):
-            try:
-                n_bytes = total_bytes(result)
-            except Exception:  # A result of a kind that we do not know is a result all the same.
-                pass
-        self._journal.note(
-            (op, partition_id, n_keys, n_bytes, began, ended, "ok", get_ident(), task, None, action, payload)
+        return self._measure(op, partition_id, fn, n_keys=n_keys, n_bytes=n_bytes)
+
+    def _emit(
+        self, op: str, partition_id: str, n_keys: int, n_bytes: int, t0: float, status: EventStatus
+    ) -> None:
+        """Emit the event of an operation that began at ``t0`` (``time.perf_counter()``) and ends now."""
+        self._dispatcher.put(Operation(op, partition_id, n_keys, n_bytes, t0, _now(), status, get_ident()))
+
+    def _record_put(self, partition_id: str, keys: list[str], n_bytes: int) -> None:
+        """Count ``n_bytes``, spread evenly over ``keys``, on top of what they have."""
+        now = _now()
+        self._dispatcher.put(
+            Operation(
+                "put", partition_id, len(keys), n_bytes, now, now, "ok", 0, effect=AddedBytes(list(keys))
+            )
         )
+
+    def _record_clear(self, partition_id: str, keys: list[str] | None) -> None:
+        """Stop counting ``keys``, or (None) all of the partition."""
+        with self._dispatcher.lock:
+            self._dispatcher.process()
+            self._dispatcher.accounting.outstanding.clear(partition_id, keys)
+
+    def _measure(
+        self,
+        op: str,
+        partition_id: str,
+        fn: Callable[[], Any],
+        *,
+        n_keys: int = 0,
+        n_bytes: int = 0,
+        task: str | None = None,
+        effect: Callable[[Any], Effect | None] | None = None,
+    ) -> Any:
+        """As :meth:`_run`; ``effect`` says what the operation did, from its result (None if it failed)."""
+        result = error = None
+        began = _now()
+        with timed_call() as times:
+            try:
+                result = fn()
+            except BaseException as raised:
+                error = describe_error(raised)
+                raise
+            finally:
+                self._record(op, partition_id, n_keys, n_bytes, began, result, error, task, effect, times)
         return result
 
-    def _failed(
+    def _claim_effect(self, partition_id: str) -> Callable[[KVBatchMeta | None], Effect | None] | None:
+        """What a claim does to samples that are followed one by one."""
+        if not self._dispatcher.is_tracked(partition_id):
+            return None
+        return lambda meta: (
+            None if meta is None else Claimed(list(meta.sample_ids), [dict(tag) for tag in meta.tags or ()])
+        )
+
+    def _record(
         self,
         op: str,
         partition_id: str,
         n_keys: int,
         n_bytes: int,
         began: float,
-        error: BaseException,
-        action: int = NOTHING,
-        payload: Any = None,
-        *,
-        task: str | None = None,
+        result: Any,
+        error: ErrorDescription | None,
+        task: str | None,
+        effect: Callable[[Any], Effect | None] | None,
+        times: CallTimes,
     ) -> None:
-        status = "timeout" if isinstance(error, TimeoutError) else "error"
-        # Not the error itself: its traceback would keep the caller's frames, and so its tensors, alive.
-        kept = (type(error).__name__, _message(error))
-        self._journal.note(
-            (
-                op,
-                partition_id,
-                n_keys,
-                n_bytes,
-                began,
-                _now(),
-                status,
-                get_ident(),
-                task,
-                kept,
-                action,
-                payload,
-            )
+        """Emit the event of an operation that has just ended with a result or an error."""
+        ended = _now()
+        waited = times.waiting_s
+        if not times.entered and error is not None and error[0] == "timeout":
+            waited = ended - began  # an engine that does not say: it has waited in vain, all the time
+        if isinstance(result, KVBatchMeta):
+            n_keys = result.size
+        elif result is not None and hasattr(result, "batch_size"):
+            with contextlib.suppress(Exception):  # A result of an unknown kind is a result all the same.
+                n_bytes = _td_bytes(result)
+        done = effect(result) if effect is not None else None
+        status: Literal["ok", "timeout", "error"] = "ok"
+        what: tuple[str, str] | None = None
+        if error is not None:
+            status, what = error
+        me = get_ident()
+        if (step := self._steps.current.get()) is not None:
+            step.add(op, ended - began, times, waited, _tokens_of(op, result))
+        self._dispatcher.put(
+            Operation(op, partition_id, n_keys, n_bytes, began, ended, status, me, task, what, done, waited)
         )
 
-    def _emit(
-        self, op: str, partition_id: str, n_keys: int, n_bytes: int, t0: float, status: EventStatus
-    ) -> None:
-        """Note an operation that began at ``t0`` (``time.perf_counter()``) and ends now."""
-        self._journal.note(
-            (op, partition_id, n_keys, n_bytes, t0, _now(), status, get_ident(), None, None, NOTHING, None)
-        )
 
-    def _record_put(self, partition_id: str, keys: list[str], n_bytes: int) -> None:
-        """Enter ``n_bytes``, spread evenly over ``keys``, on top of what they have."""
-        now = _now()
-        self._journal.note(
-            ("put", partition_id, len(keys), n_bytes, now, now, "ok", 0, None, None, ADD, list(keys))
-        )
-
-    def _record_clear(self, partition_id: str, keys: list[str] | None) -> None:
-        """Take ``keys``, or all of the partition, off the books."""
-        with self._journal.lock:
-            self._journal.fold()
-            self._journal.books.clear(partition_id, keys)
+def _given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are set."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _as_ids(sample_ids: Any) -> list[Any]:
+def put_effect(
+    sample_ids: list[str],
+    fields: TensorDict | None,
+    tags: list[dict[str, Any]] | None,
+    *,
+    appends: bool = False,
+) -> Callable[[KVBatchMeta | None], Effect]:
+    """What a put does to its samples. Looks at the sizes of the columns now."""
+    try:
+        sizes = note(fields)
+    except Exception:  # Not a TensorDict, say: what is wrong with it is for the engine to tell.
+        sizes = []
+    ids = as_ids(sample_ids)
+    return lambda meta: Put(ids, sizes, meta.tags if tags and meta is not None else None, appends)
+
+
+def _tokens_of(op: str, result: Any) -> int:
+    if op != "claim_meta" or not isinstance(result, KVBatchMeta):
+        return 0
+    return sum(length for length in result.sequence_lengths or () if type(length) is int)
+
+
+def as_ids(sample_ids: Any) -> list[Any]:
     """The ids as a list of our own, or none if they are not a sequence: the engine will say so."""
     return list(sample_ids) if isinstance(sample_ids, (list, tuple)) else []
 
 
+def describe_error(error: BaseException) -> ErrorDescription:
+    """What is told of an error. The error itself would keep the caller's frames, and so its tensors."""
+    return "timeout" if isinstance(error, TimeoutError) else "error", (type(error).__name__, _message(error))
+
+
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:500]
+        # An error that names what is not valid Unicode still has to be told.
+        return str(error)[:500].encode(errors="backslashreplace").decode()
     except Exception:
         return ""
 

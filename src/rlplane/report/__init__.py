@@ -1,7 +1,11 @@
 """The report of a run: made from one snapshot, found wherever the run left it, rendered for all readers.
 
-``model.py`` has :class:`Report` and says what is in it, ``find.py`` gets the right snapshot, ``text.py`` and
-``html.py`` render what ``tables.py`` lays out; ``svg.py`` draws, ``units.py`` writes numbers.
+``model``   :class:`Report`, and what is in it
+``find``    gets the right snapshot
+``tables``  the report as cells of text, which both renderers show
+``text``    the report for a terminal
+``html``    the report as a page that needs nothing else
+``svg``     the page's plots
 """
 
 from rlplane.report.find import find_report

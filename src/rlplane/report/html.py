@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable
 
-from rlplane.metrics.snapshot import SeriesStat, TimelinePoint
+from rlplane.metrics.snapshot import SeriesStat, StepStat, TimelinePoint
 from rlplane.report.model import Report
 from rlplane.report.svg import bar_plot, line_plot
 from rlplane.report.tables import Table, tables
-from rlplane.report.text import headline
-from rlplane.report.units import format_bytes, format_count, format_duration, format_ns, format_value
+from rlplane.report.text import LOG_LINES_SHOWN, headline
+from rlplane.viewing.units import (
+    format_bytes,
+    format_duration,
+    format_full_count,
+    format_ns,
+    format_share,
+    format_value,
+)
 
 __all__ = ["render_html"]
 
@@ -52,6 +60,7 @@ def render_html(report: Report) -> str:
         f"<h1>{html.escape(first)}</h1>",
         *(f"<p>{html.escape(line)}</p>" for line in rest),
         *(f'<p class="warning">{html.escape(warning)}</p>' for warning in report.warnings),
+        _plots("Training steps", _step_plots(report.steps)),
         _plots("Over time", _time_plots(report.timeline)),
         _plots("Distributions", _histograms(report)),
         *(_table(table) for table in tables(report)),
@@ -65,6 +74,27 @@ def _plots(title: str, plots: list[str]) -> str:
     return f'<h2>{html.escape(title)}</h2><div class="plots">{"".join(plots)}</div>' if plots else ""
 
 
+def _step_plots(steps: list[StepStat]) -> list[str]:
+    marked = [step for step in steps if step.seconds]
+    plots = []
+    if len(marked) > 1:
+        for title, part in (
+            ("Share of the step in the plane", "plane_s"),
+            ("Share of the step spent waiting", "waiting_s"),
+        ):
+            line = [(step.elapsed_s, getattr(step, part) / step.seconds) for step in marked]
+            plots.append(line_plot(title, line, format_share, format_duration))
+        if any(step.tokens for step in marked):
+            line = [(step.elapsed_s, step.tokens / step.seconds) for step in marked]
+            plots.append(line_plot("Tokens per second", line, format_full_count, format_duration))
+    for name in sorted({name for step in steps for name in step.scalars}):
+        values = [(step.elapsed_s, step.scalars[name]) for step in steps if name in step.scalars]
+        line = [(at, value) for at, value in values if math.isfinite(value)]
+        if len(line) > 1:
+            plots.append(line_plot(name, line, lambda value: f"{value:.4g}", format_duration))
+    return plots[:_MAX_HISTOGRAMS]
+
+
 def _time_plots(points: list[TimelinePoint]) -> list[str]:
     if len(points) < 2:
         return []
@@ -73,20 +103,26 @@ def _time_plots(points: list[TimelinePoint]) -> list[str]:
         return lambda point: getattr(point, name) / point.seconds if point.seconds else 0.0
 
     wanted: list[tuple[str, Callable[[TimelinePoint], float], Callable[[float], str]]] = [
-        ("Operations per second", per_second("ops"), format_count),
+        ("Operations per second", per_second("ops"), format_full_count),
         ("Bytes per second", per_second("bytes"), format_bytes),
         ("Mean latency of an operation", lambda p: p.busy_ns / p.ops if p.ops else 0.0, format_ns),
-        ("Samples held", lambda p: p.samples_held, format_count),
+        (
+            "Operations that wait",
+            lambda p: p.wait_ns / 1e9 / p.seconds if p.seconds else 0.0,
+            format_full_count,
+        ),
+        ("Mean wait of those that wait", lambda p: p.wait_ns / p.waits if p.waits else 0.0, format_ns),
+        ("Samples held", lambda p: p.samples_held, format_full_count),
         ("Bytes held", lambda p: p.bytes_held, format_bytes),
-        ("Samples written per second", per_second("written"), format_count),
-        ("Samples claimed per second", per_second("claimed"), format_count),
-        ("Samples cleared per second", per_second("cleared"), format_count),
+        ("Samples written per second", per_second("written"), format_full_count),
+        ("Samples claimed per second", per_second("claimed"), format_full_count),
+        ("Samples cleared per second", per_second("cleared"), format_full_count),
         (
             "Mean staleness at the claim, in weight versions",
             lambda p: p.stale_sum / p.stale_count if p.stale_count else 0.0,
-            format_count,
+            format_full_count,
         ),
-        ("Failures per second", per_second("failures"), format_count),
+        ("Failures per second", per_second("failures"), format_full_count),
     ]
     plots = []
     for title, value, format_y in wanted:
@@ -126,5 +162,6 @@ def _table(table: Table) -> str:
 def _log(report: Report) -> str:
     if not report.log:
         return ""
-    rows = [[line.level, line.worker or "–", line.message] for line in report.log]
-    return _table(Table("Log", ["level", "worker", "message"], rows))
+    lines = report.log[-LOG_LINES_SHOWN:]
+    rows = [[line.level, line.worker or "–", str(line.count), line.message] for line in lines]
+    return _table(Table("Log (last lines)", ["level", "worker", "times", "message"], rows))

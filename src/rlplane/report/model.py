@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rlplane.metrics.snapshot import (
+    OTHER,
     CounterStat,
     GaugeStat,
     LogLine,
@@ -16,11 +17,14 @@ from rlplane.metrics.snapshot import (
     SampleAge,
     SeriesStat,
     SessionState,
+    StepStat,
+    StepTotals,
     TimelinePoint,
     WorkerStat,
 )
+from rlplane.viewing.operations import OP_COUNTERS, by_operation
 
-__all__ = ["REPORT_SCHEMA_VERSION", "Flow", "OpSummary", "Report"]
+__all__ = ["REPORT_SCHEMA_VERSION", "FieldTotal", "Flow", "OpSummary", "Report"]
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -39,6 +43,14 @@ class Flow(msgspec.Struct, omit_defaults=True):
     bytes_per_s: float = 0.0
 
 
+class FieldTotal(msgspec.Struct, omit_defaults=True):
+    """What was written to one field of one partition, or to one leaf of it."""
+
+    partition: str
+    field: str
+    bytes: int = 0
+
+
 class OpSummary(msgspec.Struct, omit_defaults=True):
     """One op over all partitions, with its latency."""
 
@@ -51,13 +63,15 @@ class OpSummary(msgspec.Struct, omit_defaults=True):
     ops_per_s: float = 0.0
     bytes_per_s: float = 0.0
     latency: SeriesStat | None = None
+    waited_s: float = 0.0
 
 
 class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The report.
 
-    ``complete`` iff the run ended as COMPLETE and nothing was pending; else a warning says why. ``source``
-    says where the snapshot came from: ``published``, ``file`` or ``live``.
+    ``complete`` iff the run ended as COMPLETE, nothing was pending, and every worker's last batch is in it;
+    else a warning says why. ``source`` says where the snapshot came from: ``published``, ``file`` or
+    ``live``.
     """
 
     run_id: str
@@ -77,22 +91,28 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
     peaks: dict[str, Number] = {}
     ops: list[OpSummary] = []
     flows: list[Flow] = []
+    fields: list[FieldTotal] = []
     series: list[SeriesStat] = []
     partitions: list[PartitionStat] = []
     workers: list[WorkerStat] = []
     oldest: list[SampleAge] = []
     log: list[LogLine] = []
     timeline: list[TimelinePoint] = []
+    steps: list[StepStat] = []
+    step_totals: StepTotals = msgspec.field(default_factory=StepTotals)
 
     @classmethod
     def from_snapshot(cls, snapshot: MetricsSnapshot, *, source: str = "published") -> Report:
         """Make the report of a snapshot. Depends on nothing else."""
         gauges = [stat for stat in snapshot.metrics if isinstance(stat, GaugeStat)]
-        flows = _flows(snapshot)
         report = cls(
             run_id=snapshot.run_id,
             state=snapshot.state,
-            complete=snapshot.state is SessionState.COMPLETE and snapshot.n_pending_tasks == 0,
+            complete=(
+                snapshot.state is SessionState.COMPLETE
+                and snapshot.n_pending_tasks == 0
+                and not _unfinished_workers(snapshot.workers)
+            ),
             exact=snapshot.exact,
             source=source,
             started_ns=snapshot.started_ns,
@@ -102,8 +122,12 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
             totals=_totals(snapshot),
             gauges={stat.name: stat.value for stat in gauges},
             peaks={stat.name: stat.peak for stat in gauges if stat.peak is not None},
-            ops=_ops(snapshot, flows),
-            flows=flows,
+            ops=_ops(snapshot),
+            flows=_flows(snapshot),
+            fields=[
+                FieldTotal(stat.labels["partition"], stat.labels["field"], stat.value)
+                for stat in sorted(snapshot.counters("field_bytes"), key=lambda stat: -stat.value)
+            ],
             series=[
                 stat
                 for stat in snapshot.metrics
@@ -114,6 +138,8 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
             oldest=snapshot.oldest,
             log=snapshot.log,
             timeline=snapshot.timeline,
+            steps=snapshot.steps,
+            step_totals=snapshot.step_totals,
         )
         report.warnings = _warnings(report)
         return report
@@ -168,19 +194,10 @@ def _totals(snapshot: MetricsSnapshot) -> dict[str, int]:
     return totals
 
 
-_FLOW_FIELDS = {
-    "ops": "count",
-    "op_keys": "keys",
-    "op_bytes": "bytes",
-    "op_failures": "failures",
-    "op_timeouts": "timeouts",
-}
-
-
 def _flows(snapshot: MetricsSnapshot) -> list[Flow]:
     flows: dict[tuple[str, str], Flow] = {}
     for stat in snapshot.metrics:
-        field = _FLOW_FIELDS.get(stat.name)
+        field = OP_COUNTERS.get(stat.name)
         if field is not None and isinstance(stat, CounterStat):
             key = (stat.labels.get("op", ""), stat.labels.get("partition", ""))
             flow = flows.setdefault(key, Flow(*key, count=0))
@@ -191,21 +208,27 @@ def _flows(snapshot: MetricsSnapshot) -> list[Flow]:
     return sorted(flows.values(), key=lambda flow: (flow.op, flow.partition))
 
 
-def _ops(snapshot: MetricsSnapshot, flows: list[Flow]) -> list[OpSummary]:
-    ops: dict[str, OpSummary] = {}
-    for flow in flows:
-        op = ops.setdefault(flow.op, OpSummary(flow.op, 0))
-        for field in _FLOW_FIELDS.values():
-            setattr(op, field, getattr(op, field) + getattr(flow, field))
-    for op in ops.values():
-        op.ops_per_s = _rate(op.count, snapshot.elapsed_s)
-        op.bytes_per_s = _rate(op.bytes, snapshot.elapsed_s)
-        op.latency = next(snapshot.series("op_latency", op=op.op), None)
-    return list(ops.values())
+def _ops(snapshot: MetricsSnapshot) -> list[OpSummary]:
+    return [
+        OpSummary(
+            figures.op,
+            **figures.counts,
+            ops_per_s=_rate(figures.counts["count"], snapshot.elapsed_s),
+            bytes_per_s=_rate(figures.counts["bytes"], snapshot.elapsed_s),
+            latency=figures.latency,
+            waited_s=figures.waited_s,
+        )
+        for figures in sorted(by_operation(snapshot), key=lambda figures: figures.op)
+    ]
 
 
 def _rate(amount: int, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
+
+
+def _unfinished_workers(workers: list[WorkerStat]) -> list[str]:
+    """The workers whose last batch never came: they were killed, could not send it, or still run."""
+    return [worker.worker for worker in workers if worker.state != "gone" and worker.worker != OTHER]
 
 
 def _warnings(report: Report) -> list[str]:
@@ -218,14 +241,22 @@ def _warnings(report: Report) -> list[str]:
         found.append(
             f"The drain timed out with {report.n_pending_tasks} tasks pending: figures may be short."
         )
+    if report.state is SessionState.COMPLETE and (unfinished := _unfinished_workers(report.workers)):
+        names = ", ".join(unfinished[:3]) + (", …" if len(unfinished) > 3 else "")
+        found.append(
+            f"The last events of {len(unfinished):,} workers never came ({names}): figures may be short."
+        )
     if report.state.is_final and not report.exact:
         found.append("Some percentiles come from a histogram (3 significant figures), not from all values.")
     for name, text in (
-        ("events_dropped", "events were dropped by workers whose queue was full"),
+        (
+            "events_dropped",
+            "events were dropped by workers, because a queue was full or they could not be encoded",
+        ),
         ("batches_lost", "batches of events were lost on the way"),
         ("bad_frames", "frames could not be read"),
         ("values_refused", "values made no sense and were left out"),
-        ("life_untracked", "steps of samples were not followed, because too many were in flight"),
+        ("samples_untracked", "steps of samples were not followed, because too many were in flight"),
     ):
         if report.totals.get(name):
             found.append(f"{report.totals[name]:,} {text}.")

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlplane.report.model import Report
-from rlplane.report.units import format_bytes, format_count, format_duration, format_ns, format_value
+from rlplane.viewing.units import (
+    format_bytes,
+    format_duration,
+    format_full_count,
+    format_ns,
+    format_reasons,
+    format_share,
+    format_value,
+)
 
 __all__ = ["Table", "tables"]
+
+_WAITS = "op_wait"
 
 
 @dataclass(frozen=True)
@@ -27,9 +37,13 @@ class Table:
 def tables(report: Report) -> list[Table]:
     """The tables that have a row."""
     made = [
+        _steps(report),
         _ops(report),
+        _waits(report),
         _flows(report),
         _partitions(report),
+        _fields(report),
+        _policies(report),
         _tasks(report),
         _series(report),
         _workers(report),
@@ -49,17 +63,51 @@ def _ops(report: Report) -> Table:
         rows.append(
             [
                 op.op,
-                format_count(op.count),
-                format_count(op.ops_per_s),
+                format_full_count(op.count),
+                format_full_count(op.ops_per_s),
                 format_bytes(op.bytes),
                 format_bytes(op.bytes_per_s),
-                format_count(op.failures),
-                format_count(op.timeouts),
+                format_full_count(op.failures),
+                format_full_count(op.timeouts),
                 *(format_ns(percentiles.get(name)) for name in names),
                 format_ns(latency.max if latency is not None else None),
             ]
         )
     return Table("Operations", [*columns, *names, "max"], rows)
+
+
+def _steps(report: Report) -> Table:
+    totals = report.step_totals
+    seconds, count = totals.seconds or 1.0, totals.count or 1
+    parts = ("seconds", "waiting_s", "round_trips_s", "bytes_s")
+    rows = [
+        [
+            op.op,
+            format_full_count(op.count / count),
+            *(format_share(getattr(op, part) / seconds) for part in parts),
+        ]
+        for op in totals.ops
+    ]
+    columns = ["op", "calls per step", "share of the step", "waiting", "round trips", "bytes"]
+    return Table("Training steps: time in the plane", columns, rows)
+
+
+def _waits(report: Report) -> Table:
+    rows = [
+        [
+            series.labels.get("op", ""),
+            series.labels.get("partition", "") or "–",
+            series.labels.get("task", "") or "–",
+            format_full_count(series.count),
+            format_duration(series.total / 1e9),
+            *(format_ns(series.percentiles.get(name)) for name in ("p50", "p90", "p99")),
+            format_ns(series.max),
+        ]
+        for series in report.series
+        if series.name == _WAITS
+    ]
+    columns = ["op", "partition", "task", "waited", "in all", "p50", "p90", "p99", "max"]
+    return Table("Waiting (claims for samples, puts for room; not part of the latency)", columns, rows)
 
 
 def _flows(report: Report) -> Table:
@@ -70,12 +118,12 @@ def _flows(report: Report) -> Table:
             [
                 flow.op,
                 flow.partition or "–",
-                format_count(flow.count),
-                format_count(flow.keys),
-                format_count(flow.ops_per_s),
+                format_full_count(flow.count),
+                format_full_count(flow.keys),
+                format_full_count(flow.ops_per_s),
                 format_bytes(flow.bytes_per_s),
-                format_count(flow.failures),
-                format_count(flow.timeouts),
+                format_full_count(flow.failures),
+                format_full_count(flow.timeouts),
             ]
             for flow in report.flows
         ],
@@ -89,18 +137,40 @@ def _partitions(report: Report) -> Table:
         [
             [
                 part.partition,
-                format_count(part.samples),
-                format_count(part.peak_samples),
-                format_bytes(part.bytes),
-                format_bytes(part.peak_bytes),
-                format_count(part.written),
-                format_count(part.cleared),
-                format_count(part.failed),
-                format_count(part.never_cleared),
+                *(format_full_count(n if part.known else None) for n in (part.samples, part.peak_samples)),
+                *(format_bytes(n if part.known else None) for n in (part.bytes, part.peak_bytes)),
+                *(
+                    format_full_count(n if part.tracked else None)
+                    for n in (part.written, part.cleared, part.failed, part.never_cleared)
+                ),
             ]
             for part in report.partitions
         ],
     )
+
+
+def _fields(report: Report) -> Table:
+    rows = [[total.partition, total.field, format_bytes(total.bytes)] for total in report.fields]
+    return Table("Bytes written by field, of trees by leaf", ["partition", "field", "bytes"], rows)
+
+
+def _policies(report: Report) -> Table:
+    columns = ["partition", "policy", "version", "bound", "admitted", "waiting for admission"]
+    rows = [
+        [
+            part.partition,
+            part.flow.policy or "–",
+            format_full_count(part.flow.version),
+            format_full_count(part.flow.max_staleness),
+            format_full_count(part.flow.admitted),
+            format_full_count(part.flow.waiting),
+            format_reasons(part.flow.evicted),
+            format_reasons(part.flow.closed_short),
+        ]
+        for part in report.partitions
+        if part.flow is not None
+    ]
+    return Table("Flow control", [*columns, "evicted", "groups closed short"], rows)
 
 
 def _tasks(report: Report) -> Table:
@@ -111,9 +181,9 @@ def _tasks(report: Report) -> Table:
             [
                 part.partition,
                 task.task,
-                format_count(task.ready),
-                format_count(task.claimed),
-                format_count(task.waiting),
+                format_full_count(task.ready),
+                format_full_count(task.claimed),
+                format_full_count(task.waiting),
             ]
             for part in report.partitions
             for task in part.tasks
@@ -124,17 +194,19 @@ def _tasks(report: Report) -> Table:
 def _series(report: Report) -> Table:
     rows = []
     for series in report.series:
+        if series.name == _WAITS:
+            continue
         percentiles = series.percentiles
         values = (series.mean, *(percentiles.get(name) for name in ("p50", "p90", "p99")), series.max)
         rows.append(
             [
                 series.name.replace("_", " "),
                 " / ".join(series.labels.values()) or "–",
-                format_count(series.count),
+                format_full_count(series.count),
                 *(format_value(value, series.unit) for value in values),
             ]
         )
-    return Table("Lives and transfers", ["what", "of", "count", "mean", "p50", "p90", "p99", "max"], rows)
+    return Table("Samples and transfers", ["what", "of", "count", "mean", "p50", "p90", "p99", "max"], rows)
 
 
 def _workers(report: Report) -> Table:
@@ -145,13 +217,13 @@ def _workers(report: Report) -> Table:
             worker.role or "–",
             str(worker.pid),
             worker.state,
-            format_count(worker.ops),
+            format_full_count(worker.ops),
             format_bytes(worker.bytes),
-            format_count(worker.failures),
-            format_count(worker.timeouts),
-            format_count(worker.dropped),
-            format_count(worker.never_cleared),
-            format_count(worker.staleness.mean if worker.staleness is not None else None),
+            format_full_count(worker.failures),
+            format_full_count(worker.timeouts),
+            format_full_count(worker.dropped),
+            format_full_count(worker.never_cleared),
+            format_full_count(worker.staleness.mean if worker.staleness is not None else None),
         ]
         for worker in sorted(report.workers, key=lambda worker: worker.worker)
     ]
@@ -171,7 +243,7 @@ def _worker_ops(report: Report) -> Table:
                 [
                     worker.worker,
                     op.op,
-                    *(format_count(count) for count in counts),
+                    *(format_full_count(count) for count in counts),
                     format_bytes(op.bytes),
                     *(format_ns(value) for value in values),
                 ]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 
+from rlplane.metrics.snapshot import Number
 from rlplane.report.model import Report
 from rlplane.report.tables import Table, tables
-from rlplane.report.units import format_bytes, format_count, format_duration
+from rlplane.viewing.units import format_bytes, format_duration, format_full_count, format_share
 
-__all__ = ["headline", "render_text"]
+__all__ = ["LOG_LINES_SHOWN", "headline", "render_text"]
 
 _ROWS_SHOWN = 40
-_LOG_LINES_SHOWN = 20
+LOG_LINES_SHOWN = 20
 
 
 def render_text(report: Report) -> str:
@@ -21,24 +22,65 @@ def render_text(report: Report) -> str:
     if report.log:
         lines = [
             f"  {line.level}: {line.worker + ': ' if line.worker else ''}{line.message}"
+            + (f" ({line.count} times)" if line.count > 1 else "")
             for line in report.log
         ]
-        parts.append("\n".join(["Log (last lines)", *lines[-_LOG_LINES_SHOWN:]]))
+        parts.append("\n".join(["Log (last lines)", *lines[-LOG_LINES_SHOWN:]]))
     return "\n\n".join(parts) + "\n"
 
 
 def headline(report: Report) -> list[str]:
-    """What to know first, in three lines."""
+    """What to know first, in a few lines."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.started_ns / 1e9))
     totals, gauges, peaks = report.totals, report.gauges, report.peaks
     return [
+        *_head_lines(report, started, totals, gauges, peaks),
+        *_step_lines(report),
+    ]
+
+
+def _step_lines(report: Report) -> list[str]:
+    """The training steps that were marked, and the last of the numbers that were logged."""
+    totals, lines = report.step_totals, []
+    if totals.count:
+        each = format_duration(totals.seconds / totals.count)
+        shares = {
+            name: format_share(totals.share(part))
+            for name, part in (
+                ("plane", "seconds"),
+                ("waiting", "waiting_s"),
+                ("round trips", "round_trips_s"),
+                ("bytes", "bytes_s"),
+            )
+        }
+        plane = shares.pop("plane")
+        lines.append(
+            f"Training steps: {format_full_count(totals.count)}, of {each} each; {plane} of it in the plane"
+            f" ({', '.join(f'{name} {share}' for name, share in shares.items())});"
+            f" {format_full_count(totals.tokens_per_s)} tokens/s"
+        )
+    last = {name: value for step in report.steps for name, value in step.scalars.items()}
+    if last:
+        lines.append("Logged last: " + ", ".join(f"{name} {value:.4g}" for name, value in last.items()))
+    return lines
+
+
+def _head_lines(
+    report: Report,
+    started: str,
+    totals: dict[str, int],
+    gauges: dict[str, Number],
+    peaks: dict[str, Number],
+) -> list[str]:
+    return [
         f"Run {report.run_id}: {report.state.value}{'' if report.complete else ' (incomplete)'}",
         f"Started {started}, {format_duration(report.elapsed_s)}, "
-        f"{format_count(totals.get('events', 0))} events, {len(report.workers)} workers, "
+        f"{format_full_count(totals.get('events', 0))} events, {len(report.workers)} workers, "
         f"percentiles {'exact' if report.exact else 'from a histogram'}",
-        f"Held: {format_count(gauges.get('samples_held', 0))} samples, "
+        f"Held: {format_full_count(gauges.get('samples_held', 0))} samples, "
         f"{format_bytes(gauges.get('bytes_held', 0))}; at peak "
-        f"{format_count(peaks.get('samples_held', 0))} samples, {format_bytes(peaks.get('bytes_held', 0))}",
+        f"{format_full_count(peaks.get('samples_held', 0))} samples, "
+        f"{format_bytes(peaks.get('bytes_held', 0))}",
     ]
 
 

@@ -1,12 +1,20 @@
 """Sinks: where a client's measurements go beside the aggregator.
 
 A sink is anything with :meth:`Sink.write` and :meth:`Sink.close`. It is called on a thread of its own, with
-batches of records, and may fail or be slow without harm (see :mod:`rlplane.sinks.outlet`). A sink that is
+batches of records, and may fail or be slow without harm (see :mod:`rlplane.sinks.isolated`). A sink that is
 configured and cannot start is an error at start.
 
-Ours are ``jsonl``, ``logging``, ``wandb``, ``tensorboard``, ``otel`` and ``trace``; other packages add
-theirs through the entry-point group ``rlplane.sinks``, whose objects are called with the options of the
-config and return a sink. What is in a record is described in ``docs/observability.md``.
+``isolated``     the thread and the buffer that a sink, or a callback, gets
+``jsonl``        every record as a line of JSON
+``log``          one line per operation, through Python's logging (the sink ``logging``)
+``otel``         OpenTelemetry metrics and spans
+``tensorboard``  scalars in an event file
+``trace``        a Chrome trace of every operation
+``wandb``        curves of a Weights & Biases run
+``prometheus``   no sink: the aggregator's latest snapshot as Prometheus metrics
+
+Other packages add theirs through the entry-point group ``rlplane.sinks``, whose objects are called with the
+options of the config and return a sink. What is in a record is described in ``docs/observability.md``.
 """
 
 from __future__ import annotations
@@ -17,12 +25,27 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlplane.errors import ConfigError, MissingExtraError
 
-__all__ = ["SINK_GROUP", "Record", "Sink", "SinkSpec", "build_sink", "describe_spec", "sink_names"]
+__all__ = [
+    "SINK_GROUP",
+    "Record",
+    "Sink",
+    "SinkSpec",
+    "build_sink",
+    "describe_spec",
+    "found_nothing",
+    "sink_names",
+]
 
 SINK_GROUP = "rlplane.sinks"
 
 Record: TypeAlias = Mapping[str, Any]
-"""One measurement. ``record["kind"]`` is ``session``, ``op``, ``scalars`` or ``transfers``."""
+"""One measurement. ``record["kind"]`` is ``session``, ``op``, ``scalars``, ``step``, ``log`` or
+``transfers``."""
+
+
+def found_nothing(record: Record) -> bool:
+    """Whether it is a claim that ran out of time: the plane was empty, and nothing has failed."""
+    return bool(record["status"] == "timeout" and record["op"] == "claim_meta")
 
 
 @runtime_checkable
@@ -80,8 +103,6 @@ def build_sink(spec: SinkSpec) -> Sink:
     except OSError as error:
         raise ConfigError(f"sink {kind!r} cannot start: {error}") from error
     except ModuleNotFoundError as error:
-        if isinstance(error, MissingExtraError):
-            raise
         raise MissingExtraError(
             f"the sink {kind!r} needs the package {error.name!r}, which is not installed:"
             f" pip install 'rlplane[{kind}]'"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from rlplane.errors import ConfigError
-from rlplane.sinks import Record
+from rlplane.sinks import Record, found_nothing
 
 __all__ = ["LoggingSink"]
 
@@ -16,7 +16,8 @@ class LoggingSink:
 
     Args:
         logger: The name of the logger.
-        level: The level of operations that succeeded. Those that failed are warnings at least.
+        level: The level of operations that succeeded, and of claims that found nothing in time. Those that
+            failed are warnings at least.
     """
 
     def __init__(self, *, logger: str = "rlplane.events", level: str = "INFO") -> None:
@@ -38,16 +39,17 @@ class LoggingSink:
         pass
 
     def _log_operation(self, record: Record) -> None:
-        good = record["status"] == "ok"
+        good = record["status"] == "ok" or found_nothing(record)
         self._logger.log(
             self._level if good else max(self._level, logging.WARNING),
-            "op=%s partition=%s task=%s keys=%d bytes=%d wall_ms=%.3f status=%s%s",
+            "op=%s partition=%s task=%s keys=%d bytes=%d wall_ms=%.3f wait_ms=%.3f status=%s%s",
             record["op"],
             record["partition_id"],
             record["task"] or "-",
             record["n_keys"],
             record["n_bytes"],
             record["wall_ms"],
+            record["wait_ms"],
             record["status"],
             "" if good else f" error={record['error']}: {record['error_message']}",
         )

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlplane.errors import ConfigError
-from rlplane.sinks import Record
+from rlplane.sinks import Record, found_nothing
 
 __all__ = ["OtelSink"]
 
 
 class OtelSink:
-    """Spans named ``rlplane.put`` and so on; ``rlplane.operation.duration`` (s), ``rlplane.operation.bytes``,
-    ``rlplane.operation.keys`` and ``rlplane.operation.errors`` by operation and partition; and the
-    scalars as gauges.
+    """Spans named ``rlplane.put`` and so on; ``rlplane.operation.duration`` (s, without waiting),
+    ``rlplane.operation.wait`` (s, of those that waited for samples or room), ``rlplane.operation.bytes``,
+    ``rlplane.operation.keys``, ``rlplane.operation.errors`` and ``rlplane.operation.timeouts`` (claims that
+    found nothing in time) by operation and partition; and the scalars as gauges.
 
     Args:
         endpoint: The base URL of an OTLP/HTTP receiver, such as ``http://localhost:4318``. Else
@@ -55,6 +56,8 @@ class OtelSink:
         self._tracer = trace.get_tracer("rlplane", tracer_provider=tracer_provider) if spans else None
         meter = metrics.get_meter("rlplane", meter_provider=meter_provider)
         self._duration = meter.create_histogram("rlplane.operation.duration", unit="s")
+        self._wait = meter.create_histogram("rlplane.operation.wait", unit="s")
+        self._timeouts = meter.create_counter("rlplane.operation.timeouts", unit="{operation}")
         self._bytes = meter.create_counter("rlplane.operation.bytes", unit="By")
         self._keys = meter.create_counter("rlplane.operation.keys", unit="{sample}")
         self._errors = meter.create_counter("rlplane.operation.errors", unit="{operation}")
@@ -67,7 +70,7 @@ class OtelSink:
                 self._measure(record)
                 if self._tracer is not None:
                     self._span(record)
-            elif record["kind"] == "scalars":
+            elif record["kind"] in ("scalars", "step", "log"):
                 for name, value in record["values"].items():
                     self._gauge(f"rlplane.{name.replace('/', '.')}").set(value)
             elif record["kind"] == "transfers":
@@ -80,10 +83,15 @@ class OtelSink:
 
     def _measure(self, record: Record) -> None:
         labels = {"op": record["op"], "partition": record["partition_id"], "status": record["status"]}
-        self._duration.record(record["wall_ns"] / 1e9, labels)
+        self._duration.record((record["wall_ns"] - record["wait_ns"]) / 1e9, labels)
+        if record["wait_ns"]:
+            task = {"task": record["task"]} if record["task"] else {}
+            self._wait.record(record["wait_ns"] / 1e9, {**labels, **task})
         if record["status"] == "ok":
             self._bytes.add(record["n_bytes"], labels)
             self._keys.add(record["n_keys"], labels)
+        elif found_nothing(record):
+            self._timeouts.add(1, labels)
         else:
             self._errors.add(1, {**labels, "error": record["error"] or ""})
 
@@ -92,6 +100,7 @@ class OtelSink:
             "rlplane.partition": record["partition_id"],
             "rlplane.keys": record["n_keys"],
             "rlplane.bytes": record["n_bytes"],
+            "rlplane.wait_s": record["wait_ns"] / 1e9,
             "process.pid": record["pid"],
             "thread.name": record["thread"],
             **({"rlplane.task": record["task"]} if record["task"] else {}),
@@ -103,7 +112,7 @@ class OtelSink:
             start_time=record["start_ns"],
             attributes=attributes,
         )
-        if record["status"] != "ok":
+        if record["status"] != "ok" and not found_nothing(record):
             message = f"{record['error']}: {record['error_message']}"
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, message))
         span.end(end_time=record["start_ns"] + record["wall_ns"])

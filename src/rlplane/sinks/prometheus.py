@@ -1,8 +1,8 @@
 """The latest snapshot as Prometheus metrics: ``/metrics`` on the aggregator and on ``rlplane dash``.
 
 Nothing is counted here: each scrape reads one snapshot. Names are ``rlplane_<noun>_<unit>[_total]`` in base
-units. Labels are op, partition, task, state and kind, all of which the snapshot bounds; never a sample id, a
-worker or a run in a name that is kept per series.
+units. Labels are op, partition, task, field, state, kind and reason, all of which the snapshot bounds; never
+a sample id, a worker or a run in a name that is kept per series.
 """
 
 from __future__ import annotations
@@ -42,7 +42,15 @@ _COUNTERS: dict[str, _Counter] = {
     "op_failures": _Counter(
         "rlplane_operation_failures", "Operations that raised, timeouts aside.", ("op", "partition")
     ),
-    "op_timeouts": _Counter("rlplane_operation_timeouts", "Operations that timed out.", ("op", "partition")),
+    "op_timeouts": _Counter(
+        "rlplane_operation_timeouts",
+        "Operations that timed out; a claim because too little was there.",
+        ("op", "partition"),
+    ),
+    "claim_keys": _Counter("rlplane_claimed_samples", "Samples that claims returned.", ("partition", "task")),
+    "field_bytes": _Counter(
+        "rlplane_field_bytes", "Bytes written, of a tree by leaf.", ("partition", "field")
+    ),
     "samples_written": _Counter(
         "rlplane_samples_written", "Samples seen for the first time.", ("partition",)
     ),
@@ -53,7 +61,7 @@ _COUNTERS: dict[str, _Counter] = {
         ("partition", "task"),
     ),
     "samples_cleared": _Counter("rlplane_samples_cleared", "Samples cleared.", ("partition",)),
-    "samples_failed": _Counter("rlplane_samples_failed", "Samples that failed.", ("partition",)),
+    "tracked_samples_failed": _Counter("rlplane_samples_failed", "Samples that failed.", ("partition",)),
     "transfers": _Counter("rlplane_transfers", "Transfers that succeeded."),
     "transfer_bytes": _Counter("rlplane_transfer_bytes", "Bytes of transfers that succeeded."),
     "events": _Counter("rlplane_metrics_events", "Events that reached the aggregator."),
@@ -61,7 +69,7 @@ _COUNTERS: dict[str, _Counter] = {
     "batches_lost": _Counter("rlplane_metrics_batches_lost", "Gaps in the workers' batch numbers."),
     "bad_frames": _Counter("rlplane_metrics_bad_frames", "Frames that could not be read."),
     "values_refused": _Counter("rlplane_metrics_values_refused", "Values that were not numbers to count."),
-    "life_untracked": _Counter("rlplane_metrics_lives_untracked", "Steps of samples beyond the bound."),
+    "samples_untracked": _Counter("rlplane_metrics_samples_untracked", "Steps of samples beyond the bound."),
     "trigger_failures": _Counter("rlplane_metrics_trigger_failures", "Triggers that raised."),
     "session_errors": _Counter("rlplane_session_errors", "Errors that the job reported."),
 }
@@ -72,7 +80,15 @@ _TRANSFER_FAILURES = {
     "expired": _Counter("rlplane_expired_requests", "Claims that expired or were given back."),
 }
 _HISTOGRAMS: dict[str, _Histogram] = {
-    "op_latency": _Histogram("rlplane_operation_duration_seconds", "Wall time of operations.", ("op",)),
+    "op_latency": _Histogram(
+        "rlplane_operation_duration_seconds", "Time of operations, without waiting for others.", ("op",)
+    ),
+    "op_wait": _Histogram(
+        "rlplane_operation_wait_seconds",
+        "How long those waited that had to: claims for samples, puts for room.",
+        ("op", "partition", "task"),
+        lowest=1e6,
+    ),
     "written_to_claimed": _Histogram(
         "rlplane_sample_claim_delay_seconds", "From write to first claim.", ("partition", "task"), lowest=1e6
     ),
@@ -108,10 +124,32 @@ _GAUGES: dict[str, _Counter] = {
         "rlplane_partition_oldest_age_seconds", "Age of the oldest sample.", ("partition",)
     ),
     "task_ready": _Counter(
-        "rlplane_task_ready_samples", "Samples ready to be claimed.", ("partition", "task")
+        "rlplane_task_ready_samples",
+        "Samples that satisfy the claim that waits, or was made last.",
+        ("partition", "task"),
+    ),
+    "task_wanted": _Counter(
+        "rlplane_task_wanted_samples", "Samples that this claim wants.", ("partition", "task")
     ),
     "task_claimed": _Counter("rlplane_task_claimed_samples", "Live samples claimed.", ("partition", "task")),
     "task_waiting": _Counter("rlplane_task_waiting_claims", "Claims that wait.", ("partition", "task")),
+}
+# Numbers of the flow policy. What only grows is a counter, though the engine's report is where it comes from.
+_FLOW_GAUGES: dict[str, _Counter] = {
+    "flow_version": _Counter("rlplane_flow_weight_version", "The weight version.", ("partition",)),
+    "flow_max_staleness": _Counter("rlplane_flow_max_staleness_versions", "The bound.", ("partition",)),
+    "flow_waiting": _Counter(
+        "rlplane_flow_waiting_prompts", "Prompts that wait for admission.", ("partition",)
+    ),
+}
+_FLOW_COUNTERS: dict[str, _Counter] = {
+    "flow_admitted": _Counter("rlplane_flow_admitted_prompts", "Prompts admitted.", ("partition",)),
+    "flow_evicted": _Counter(
+        "rlplane_flow_evicted_samples", "Samples evicted or given up.", ("partition", "reason")
+    ),
+    "flow_closed_short": _Counter(
+        "rlplane_flow_short_groups", "Groups closed short.", ("partition", "reason")
+    ),
 }
 _PEAKS = {
     "bytes_held": ("rlplane_held_peak_bytes", "The most bytes held."),
@@ -179,12 +217,15 @@ class SnapshotCollector:
             yield core.CounterMetricFamily(counter.name, counter.help, value=float(value))
 
     def _gauges(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        kinds = {**_GAUGES, **_FLOW_GAUGES, **_FLOW_COUNTERS}
         families = {
-            source: core.GaugeMetricFamily(gauge.name, gauge.help, labels=gauge.labels)
-            for source, gauge in _GAUGES.items()
+            source: (core.CounterMetricFamily if source in _FLOW_COUNTERS else core.GaugeMetricFamily)(
+                kind.name, kind.help, labels=kind.labels
+            )
+            for source, kind in kinds.items()
         }
         for stat in snapshot.gauges():
-            gauge = _GAUGES.get(stat.name)
+            gauge = kinds.get(stat.name)
             if gauge is not None:
                 families[stat.name].add_metric(_values(gauge.labels, stat.labels), float(stat.value))
             if stat.name in _PEAKS and stat.peak is not None:

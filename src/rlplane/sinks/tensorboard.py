@@ -33,17 +33,23 @@ class TensorBoardSink:
         for record in records:
             if record["kind"] == "scalars":
                 self._add(record["time"], "rlplane", record["values"])
+            elif record["kind"] in ("step", "log"):
+                self._add(record["time"], "rlplane", record["values"], record["step"])
             elif record["kind"] == "transfers":
                 self._add(record["time"], "rlplane/transfer", record["figures"])
 
-    def _add(self, when: float, prefix: str, values: dict[str, float]) -> None:
+    def _add(self, when: float, prefix: str, values: dict[str, float], step: int | None = None) -> None:
         self._step += 1
         scalars = [
             self._summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
             for name, value in values.items()
         ]
         self._writer.add_event(
-            self._event(wall_time=when, step=self._step, summary=self._summary(value=scalars))
+            self._event(
+                wall_time=when,
+                step=self._step if step is None else step,
+                summary=self._summary(value=scalars),
+            )
         )
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from rlplane.atomic_file import write_atomically
 from rlplane.errors import ConfigError
 from rlplane.sinks import Record
 from rlplane.sinks.jsonl import JsonlSink, read_records, record_files
@@ -45,21 +46,19 @@ class TraceSink:
 
 def write_trace(records: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> int:
     """Make a trace of files of records, complete or not at all; returns how many operations it has."""
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.partial.{os.getpid()}")
     operations = 0
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit":"ms","traceEvents":[')
-            separator = "\n"
-            for event in trace_events(_operations(read_records(*records))):
-                file.write(separator + json.dumps(event, separators=(",", ":")))
-                separator = ",\n"
-                operations += event["ph"] == "X"
-            file.write("\n]}\n")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    def write(file: BinaryIO) -> None:
+        nonlocal operations
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
+        separator = b"\n"
+        for event in trace_events(_operations(read_records(*records))):
+            file.write(separator + json.dumps(event, separators=(",", ":")).encode())
+            separator = b",\n"
+            operations += event["ph"] == "X"
+        file.write(b"\n]}\n")
+
+    write_atomically(Path(path), write)
     return operations
 
 
@@ -104,7 +103,8 @@ def trace_events(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
                 name: record[name]
                 for name in ("partition_id", "n_keys", "n_bytes", "status", "task", "error", "error_message")
                 if record[name] is not None
-            },
+            }
+            | ({"wait_ms": record["wait_ns"] / 1e6} if record.get("wait_ns") else {}),
         }
 
 

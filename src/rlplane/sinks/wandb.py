@@ -50,6 +50,9 @@ class WandbSink:
 
 
 def _values(record: Record) -> dict[str, float]:
+    if record["kind"] in ("step", "log"):
+        values = {_PREFIX + name: value for name, value in record["values"].items()}
+        return values if record["step"] is None else {**values, f"{_PREFIX}step": record["step"]}
     if record["kind"] == "scalars":
         return {_PREFIX + name: value for name, value in record["values"].items()}
     if record["kind"] == "transfers":

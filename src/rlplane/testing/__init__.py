@@ -4,15 +4,15 @@
 ``pytest --data-plane mypkg:make_client`` does the same with one test per promise. ``docs/testing.md`` tells
 the author of an adapter how to use both.
 
-    promises.py       what a promise and a check are, and how one is run
-    plane.py          the plane under test, as the checks see it
-    expectations.py   what the checks expect, in words
-    suite/            the checks, one file per subject
-    model.py          a partition as a dictionary, and
-    random_operations.py  the operations that are compared with it, as a hypothesis
-    state_machine.py  state machine
-    table.py          the table of promises in docs/promises.md
-    plugin.py         the pytest plugin, loaded into every pytest run: it imports nothing heavy
+    promises.py           what a promise and its check are, and how a check is run
+    plane_under_test.py   the plane that is checked, as the checks use it
+    expectations.py       what the checks assert, with messages that say what should have happened
+    suite/                the checks, one file per subject
+    state_machine.py      random operations, as a hypothesis state machine
+    random_operations.py  those operations
+    model.py              what they are compared with: a partition as a dictionary
+    promises_table.py     writes the table in docs/promises.md
+    plugin.py             the pytest plugin. It is loaded into every pytest run, so it imports nothing heavy
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING
 from rlplane.testing.promises import (
     BrokenPromise,
     BrokenPromises,
-    Check,
-    Outcome,
+    CheckOutcome,
+    PromiseCheck,
     check_data_plane,
     checks,
     run_check,
 )
 
 if TYPE_CHECKING:
-    from rlplane.testing.plane import PlaneFactory
+    from rlplane.testing.plane_under_test import PlaneFactory
     from rlplane.testing.state_machine import data_plane_state_machine
 
 __all__ = [
     "BrokenPromise",
     "BrokenPromises",
-    "Check",
-    "Outcome",
+    "CheckOutcome",
     "PlaneFactory",
+    "PromiseCheck",
     "check_data_plane",
     "checks",
     "data_plane_state_machine",
@@ -49,7 +49,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # These load torch or hypothesis, and the plugin is loaded into pytest runs that need neither.
     if name == "PlaneFactory":
-        from rlplane.testing.plane import PlaneFactory
+        from rlplane.testing.plane_under_test import PlaneFactory
 
         return PlaneFactory
     if name == "data_plane_state_machine":

@@ -18,7 +18,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rlplane.errors import ClaimTimeoutError
 from rlplane.interfaces import KVBatchMeta
-from rlplane.testing.plane import Partition
+from rlplane.testing.plane_under_test import PartitionUnderTest
 from rlplane.testing.promises import BrokenPromise
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "equal",
     "expect",
     "has_column",
+    "has_samples",
     "is_same",
     "jagged",
     "objects",
@@ -34,7 +35,6 @@ __all__ = [
     "rows_of",
     "strided",
     "times_out",
-    "took",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -51,7 +51,7 @@ def equal(what: str, got: Any, wanted: Any) -> None:
     expect(is_same(got, wanted), f"{what}: got {got!r:.400}, and it should be {wanted!r:.400}")
 
 
-def took(what: str, meta: KVBatchMeta, wanted: Iterable[str]) -> None:
+def has_samples(what: str, meta: KVBatchMeta, wanted: Iterable[str]) -> None:
     """The claim ``what`` must have these samples in this order."""
     equal(f"{what} has the samples", meta.sample_ids, list(wanted))
 
@@ -87,7 +87,7 @@ def refuses(
     raise BrokenPromise(f"{what} returned {result!r:.200}, and it should raise {kind.__name__}")
 
 
-def times_out(what: str, part: Partition, batch_size: int, *, ready: int, **how: Any) -> None:
+def times_out(what: str, part: PartitionUnderTest, batch_size: int, *, ready: int, **how: Any) -> None:
     """A claim must raise ``ClaimTimeoutError`` at its timeout, and say how many samples were ready."""
     timeout_s = part.plane.short
     # In a thread, so that an adapter that ignores the timeout is told so.

@@ -18,7 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rlplane.testing.promises import Check
+    from rlplane.testing.promises import PromiseCheck
 
 _OPTION = "--data-plane"
 
@@ -74,7 +74,7 @@ class DataPlane(pytest.Collector):
 class PromiseItem(pytest.Item):
     """One promise of the contract, as a test."""
 
-    def __init__(self, *, check: Check, **kwargs: Any) -> None:
+    def __init__(self, *, check: PromiseCheck, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.check = check
 
@@ -88,6 +88,8 @@ class PromiseItem(pytest.Item):
             pytest.skip(f"not applicable: {outcome.reason}")
         if outcome.result == "refused":
             pytest.xfail(f"a declared limitation, refused as it must be: {outcome.reason}")
+        if outcome.result == "not promised":
+            pytest.xfail(f"the adapter does not promise it: {outcome.reason}")
 
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None

@@ -1,8 +1,8 @@
 """A promise is a sentence of the contract with a check that proves it for a plane.
 
-A check is a function whose name is a sentence. It takes a :class:`~rlplane.testing.plane.Plane`, the plane
-under test, and raises :class:`BrokenPromise` with what happened instead. :func:`run_check` adds what was
-promised, so that a failing adapter is told both.
+A check is a function whose name is a sentence. It takes a ``PlaneUnderTest`` and raises
+:class:`BrokenPromise` with what happened instead. :func:`run_check` adds what was promised, so that a failing
+adapter is told both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from rlplane.testing.plane import Plane
+    from rlplane.testing.plane_under_test import PlaneUnderTest
 
 __all__ = [
     "BrokenPromise",
     "BrokenPromises",
-    "Check",
+    "CheckOutcome",
     "NotApplicable",
-    "Outcome",
+    "PromiseCheck",
     "check_data_plane",
     "checks",
     "promise",
@@ -34,12 +34,21 @@ _CHECK_MODULES = (
     "writing",
     "columns",
     "objects",
+    "trees",
+    "appending",
     "capacity",
     "claiming",
     "tails",
     "waiting",
     "groups",
     "where",
+    "budgets",
+    "peeking",
+    "ordering",
+    "reuse",
+    "flow",
+    "short_groups",
+    "ranks",
     "reading",
     "isolation",
     "consumption",
@@ -48,7 +57,7 @@ _CHECK_MODULES = (
     "status",
 )
 
-CheckBody = Callable[["Plane"], None]
+CheckBody = Callable[["PlaneUnderTest"], None]
 
 
 class BrokenPromise(AssertionError):
@@ -64,7 +73,7 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True)
-class Check:
+class PromiseCheck:
     """One promise and the function that proves it."""
 
     name: str
@@ -83,15 +92,15 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """How a check ended that did not find a broken promise."""
 
-    check: Check
-    result: Literal["kept", "refused", "not applicable"]
+    check: PromiseCheck
+    result: Literal["kept", "refused", "not applicable", "not promised"]
     reason: str = ""
 
 
-_registry: dict[str, Check] = {}
+_registry: dict[str, PromiseCheck] = {}
 
 
 def promise(
@@ -112,20 +121,20 @@ def promise(
         features = {feature} if isinstance(feature, str) else set(feature)
         if method is not None:
             features.add(method)
-        _registry[name] = Check(name, quotes, body, frozenset(features), method)
+        _registry[name] = PromiseCheck(name, quotes, body, frozenset(features), method)
         return body
 
     return register
 
 
-def checks() -> tuple[Check, ...]:
+def checks() -> tuple[PromiseCheck, ...]:
     """Every check, in the order of the contract."""
     for module in _CHECK_MODULES:
         importlib.import_module(f"rlplane.testing.suite.{module}")
     return tuple(_registry.values())
 
 
-def check_data_plane(factory: Any, *, limitations: Iterable[str] = ()) -> list[Outcome]:
+def check_data_plane(factory: Any, *, limitations: Iterable[str] = ()) -> list[CheckOutcome]:
     """Check every promise of the contract against the planes that ``factory`` makes.
 
     Args:
@@ -135,16 +144,16 @@ def check_data_plane(factory: Any, *, limitations: Iterable[str] = ()) -> list[O
             it must refuse with ``NotImplementedError`` (``UnsupportedOperationError``).
 
     Returns:
-        What became of each check: kept, refused as declared, or not applicable and why.
+        What became of each check: kept, refused as declared, not promised, or not applicable and why.
 
     Raises:
         BrokenPromises: An ``AssertionError`` and an exception group: one entry per broken promise, each with
             the promise and what happened instead.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[CheckOutcome] = []
     broken: list[BrokenPromise] = []
     everything = checks()
-    limitations = check_limitations(limitations)
+    limitations = validated_limitations(limitations)
     for check in everything:
         try:
             outcomes.append(run_check(check, factory, limitations=limitations))
@@ -155,25 +164,28 @@ def check_data_plane(factory: Any, *, limitations: Iterable[str] = ()) -> list[O
     return outcomes
 
 
-def run_check(check: Check, factory: Any, *, limitations: Iterable[str] = ()) -> Outcome:
+def run_check(check: PromiseCheck, factory: Any, *, limitations: Iterable[str] = ()) -> CheckOutcome:
     """Run one check on a plane of its own; raises :class:`BrokenPromise` with the promise in its message."""
-    from rlplane.testing.plane import Plane
+    from rlplane.testing.plane_under_test import PlaneUnderTest
 
-    with Plane(factory) as plane:
+    with PlaneUnderTest(factory) as plane:
         adapter = type(plane.client).__name__
-        declared = check_limitations(limitations) | check_limitations(plane.limitations)
+        declared = validated_limitations(limitations) | validated_limitations(plane.limitations)
+        validated_limitations(plane.not_promised)
+        if check.name in plane.not_promised:
+            return CheckOutcome(check, "not promised", plane.not_promised[check.name])
         is_limitation = check.name in declared or not declared.isdisjoint(check.features)
         try:
             if check.method is not None and not is_limitation and not plane.has(check.method):
-                return Outcome(check, "not applicable", f"{adapter} does not have {check.method}")
+                return CheckOutcome(check, "not applicable", f"{adapter} does not have {check.method}")
             check.body(plane)
         except NotApplicable as exc:
-            return Outcome(check, "not applicable", str(exc))
+            return CheckOutcome(check, "not applicable", str(exc))
         except BrokenPromise as exc:
             raise _broken(check, adapter, str(exc), declared=is_limitation) from exc
         except NotImplementedError as exc:
             if is_limitation:
-                return Outcome(check, "refused", str(exc))
+                return CheckOutcome(check, "refused", str(exc))
             what = f"it raised {exc!r}, and does not declare {check.name!r} as a limitation"
             raise _broken(check, adapter, what) from exc
         except Exception as exc:
@@ -185,10 +197,10 @@ def run_check(check: Check, factory: Any, *, limitations: Iterable[str] = ()) ->
             plane.close()
         except Exception as exc:
             raise _broken(check, adapter, f"close raised {_named(exc)}") from exc
-    return Outcome(check, "kept")
+    return CheckOutcome(check, "kept")
 
 
-def check_limitations(names: Iterable[str]) -> frozenset[str]:
+def validated_limitations(names: Iterable[str]) -> frozenset[str]:
     """``names`` as a set, when each is the name of a check or of a feature; else ``ValueError``."""
     known = {check.name for check in checks()}.union(*(check.features for check in checks()))
     declared = frozenset(names)
@@ -199,7 +211,7 @@ def check_limitations(names: Iterable[str]) -> frozenset[str]:
     return declared
 
 
-def _broken(check: Check, adapter: str, what: str, *, declared: bool = False) -> BrokenPromise:
+def _broken(check: PromiseCheck, adapter: str, what: str, *, declared: bool = False) -> BrokenPromise:
     promised = " […] ".join(check.quotes)
     lines = [f"{adapter} breaks a promise: {check.sentence}"]
     lines += [f"  promised: {promised}", f"  instead:  {what}"]

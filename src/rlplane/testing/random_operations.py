@@ -16,14 +16,14 @@ from rlplane.testing.expectations import (
     equal,
     expect,
     has_column,
+    has_samples,
     jagged,
     objects,
     records_warnings,
     refuses,
-    took,
 )
 from rlplane.testing.model import ModelPartition
-from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
 from rlplane.testing.promises import BrokenPromise
 
 __all__ = ["DataPlaneMachine"]
@@ -81,6 +81,15 @@ payloads = st.recursive(
     ),
     max_leaves=4,
 )
+with_tensors = st.builds(
+    lambda length, dtype, inner: {
+        "tensor": torch.arange(length).to(dtype),
+        "inner": [inner, torch.ones(1, 2)],
+    },
+    st.integers(0, 40),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    payloads,
+)
 
 
 def some_ids(flow: str) -> st.SearchStrategy[list[str]]:
@@ -98,14 +107,15 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.plane = Plane(self.factory())
+        self.plane = PlaneUnderTest(self.factory())
         self.limitations = set(self.plane.limitations)
-        self.parts: dict[str, Partition] = {}
+        self.parts: dict[str, PartitionUnderTest] = {}
         self.models: dict[str, ModelPartition] = {}
         self.receipts: list[tuple[str, KVBatchMeta]] = []
+        self.steps = 0
 
     def teardown(self) -> None:
-        """Compare everything once more, then give the plane back."""
+        """Compare everything once more, then close the plane."""
         try:
             for flow, model in self.models.items():
                 for name in FIELDS:
@@ -169,15 +179,17 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     @rule(where=conditions, data=st.data())
     def claim_a_batch_or_the_tail(self, where: dict[str, Any], data: st.DataObject) -> None:
-        """A claim that waits; the model knows whether it would wait in vain."""
+        """A claim that waits. If the model says that it would wait for ever, it must time out."""
         flow, task, required, size = self._draw_claim(data)
         where = {} if "where" in self.limitations else where
         part, model = self.parts[flow], self.models[flow]
         wanted = model.full_batch_or_tail(task, required, size, where)
         how: dict[str, Any] = {"task": task, "required": required, "where": where or None}
         if wanted is None:
-            vain = self.plane.short / 10
-            error = refuses(ClaimTimeoutError, f"a claim of {size}", part.claim, size, timeout_s=vain, **how)
+            too_short = self.plane.short / 10
+            error = refuses(
+                ClaimTimeoutError, f"a claim of {size}", part.claim, size, timeout_s=too_short, **how
+            )
             equal("the number that was ready", error.ready, len(model.ready(task, required, where)))
             return
         try:
@@ -185,6 +197,78 @@ class DataPlaneMachine(RuleBasedStateMachine):
         except ClaimTimeoutError as exc:
             raise BrokenPromise(f"a claim of {size} timed out, and it should have {wanted}: {exc}") from exc
         self._claimed(flow, task, required, meta, wanted)
+
+    @precondition(lambda self: "max_tokens" not in self.limitations)
+    @rule(blocking=st.booleans(), tokens=st.integers(1, 20), data=st.data())
+    def claim_a_number_of_tokens(self, blocking: bool, tokens: int, data: st.DataObject) -> None:
+        """A claim that is bounded by the lengths of its samples."""
+        flow, task, required, size = self._draw_claim(data)
+        part, model = self.parts[flow], self.models[flow]
+        ready = model.ready(task, required, {})
+        wanted, is_full = model.fitting(ready, size, tokens)
+        how: dict[str, Any] = {"task": task, "required": required, "max_tokens": tokens}
+        if wanted is None:
+            claim = part.claim if blocking else part.claim_ready
+            refuses(ValueError, f"a claim of {tokens} tokens", claim, size, **how)
+            return
+        if blocking and not is_full and model.full_batch_or_tail(task, required, size, {}) is None:
+            vain = self.plane.short / 10
+            refuses(ClaimTimeoutError, f"a claim of {tokens} tokens", part.claim, size, timeout_s=vain, **how)
+            return
+        meta = part.claim(size, **how) if blocking else part.claim_ready(size, **how)
+        self._claimed(flow, task, required, meta, wanted)
+
+    @precondition(lambda self: "order" not in self.limitations)
+    @rule(order=st.sampled_from(["lifo", "priority:v"]), data=st.data())
+    def claim_in_another_order(self, order: str, data: st.DataObject) -> None:
+        """A claim that is not first ready, first claimed."""
+        flow, task, required, size = self._draw_claim(data)
+        model = self.models[flow]
+        wanted = model.in_order(model.ready(task, required, {}), order)[:size]
+        meta = self.parts[flow].claim_ready(size, task=task, required=required, order=order)
+        self._claimed(flow, task, required, meta, wanted)
+
+    @precondition(lambda self: "ranks" not in self.limitations)
+    @rule(data=st.data())
+    def claim_as_two_ranks(self, data: st.DataObject) -> None:
+        """A batch that two ranks share, each of which asks twice."""
+        flow, task, required, size = self._draw_claim(data)
+        model = self.models[flow]
+        wanted = model.shared(task, required, 2 * size, 2)
+        self.steps += 1
+        how: dict[str, Any] = {"task": task, "required": required, "dp_world": 2, "step": self.steps}
+        parts = [self.parts[flow].claim_ready(2 * size, dp_rank=r, **how).sample_ids for r in (1, 0, 1, 0)]
+        equal("the parts, asked for again", parts[2:], parts[:2])
+        equal("the sizes of the parts", [len(part) for part in parts[:2]], [len(wanted) // 2] * 2)
+        equal("the parts together", sorted(parts[0] + parts[1]), sorted(wanted))
+        model.mark_claimed(task, wanted)
+
+    @rule(flow=flows, where=conditions, names=st.lists(st.sampled_from(FIELDS), unique=True, max_size=2))
+    def look(self, flow: str, where: dict[str, Any], names: list[str]) -> None:
+        """What is there, without a claim."""
+        part, model = self.parts[flow], self.models[flow]
+        where = {} if "where" in self.limitations else where
+        wanted = model.matching(where)
+        try:
+            equal("the number that matches", part.client.count(part.name, where), len(wanted))
+            seen = part.client.peek_meta(part.name, where=where, fields=names)
+        except NotImplementedError:
+            return  # optional methods
+        has_samples(
+            "a look", seen, [i for i in wanted if all(name in model.samples[i].rows for name in names)]
+        )
+        equal("the tags of a look", seen.tags or [], [model.samples[i].tags for i in seen.sample_ids])
+
+    @precondition(lambda self: "must_exist" not in self.limitations)
+    @rule(flow=flows, data=st.data())
+    def put_what_must_exist(self, flow: str, data: st.DataObject) -> None:
+        """A write that may come late."""
+        ids = data.draw(some_ids(flow), "ids")
+        if all(i in self.models[flow].samples for i in ids):
+            self._write(flow, ids, ["scalar"], True, data, must_exist=True)
+            return
+        columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
+        refuses(KeyError, "a late write", self.parts[flow].put, ids, columns, must_exist=True)
 
     @rule(flow=flows, names=field_names, data=st.data())
     def get_samples(self, flow: str, names: list[str], data: st.DataObject) -> None:
@@ -210,15 +294,15 @@ class DataPlaneMachine(RuleBasedStateMachine):
         """Drop what was written or claimed together, as the last stage does."""
         index = data.draw(st.integers(0, len(self.receipts) - 1), "receipt")
         flow, meta = self.receipts.pop(index)
-        self._drop(flow, meta.sample_ids)
+        self._clear(flow, meta.sample_ids)
 
     @rule(flow=flows, data=st.data())
     def clear(self, flow: str, data: st.DataObject) -> None:
         """Drop some samples, perhaps some that are not there; now and then, everything."""
         if data.draw(st.integers(0, 4), "everything if 4") == 4:
-            self._drop_everything(flow)
+            self._clear_everything(flow)
         else:
-            self._drop(flow, data.draw(some_ids(flow), "ids"))
+            self._clear(flow, data.draw(some_ids(flow), "ids"))
 
     @rule(flow=flows, data=st.data())
     def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
@@ -233,21 +317,29 @@ class DataPlaneMachine(RuleBasedStateMachine):
         equal("the live samples", listed, list(model.samples))
 
     def _write(
-        self, flow: str, ids: list[str], names: list[str], with_tags: bool, data: st.DataObject
+        self,
+        flow: str,
+        ids: list[str],
+        names: list[str],
+        with_tags: bool,
+        data: st.DataObject,
+        must_exist: bool | None = None,
     ) -> None:
         names = [name for name in names if name != "payload" or "objects" not in self.limitations]
-        rows = {name: data.draw(_rows(name, len(ids)), name) for name in names} if ids else {}
+        trees = "trees" not in self.limitations
+        rows = {name: data.draw(_rows(name, len(ids), trees), name) for name in names} if ids else {}
         tags: list[dict[str, Any]] | None = None
         if with_tags:
             tags = data.draw(st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags")
-        receipt = self.parts[flow].put(ids, _batch(rows, len(ids)) if rows else None, tags)
+        batch = _batch(rows, len(ids)) if rows else None
+        receipt = self.parts[flow].put(ids, batch, tags, must_exist=must_exist)
         self.models[flow].put(ids, rows, tags or [{} for _ in ids])
-        took("the receipt of a write", receipt, ids)
+        has_samples("the receipt of a write", receipt, ids)
         if rows:
             equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
             self.receipts.append((flow, receipt))
 
-    def _drop_everything(self, flow: str) -> None:
+    def _clear_everything(self, flow: str) -> None:
         # This client wrote all there is, so None drops it, or warns that there is nothing.
         with records_warnings() as messages:
             self.parts[flow].clear(None)
@@ -255,7 +347,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         expect(bool(messages) != bool(live), f"a clear of {live} samples gave the warnings {messages}")
         self.models[flow].clear(list(self.models[flow].samples))
 
-    def _drop(self, flow: str, ids: Sequence[str]) -> None:
+    def _clear(self, flow: str, ids: Sequence[str]) -> None:
         if self.models[flow].group_size:
             # Whole groups, since the contract does not say what becomes of half a group that was claimed.
             gone = {i.rpartition("_g")[0] for i in ids}
@@ -285,7 +377,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         self, flow: str, task: str, required: list[str], meta: KVBatchMeta, wanted: list[str]
     ) -> None:
         model = self.models[flow]
-        took(f"a claim of {task!r} on {required}", meta, wanted)
+        has_samples(f"a claim of {task!r} on {required}", meta, wanted)
         tags = [model.samples[i].tags for i in wanted]
         equal("the tags of a claim", meta.tags or [], tags)
         equal("the task of a claim", meta.task_name, task)
@@ -294,7 +386,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
             lengths = [tag.get("input_lengths") for tag in tags]
             equal("the lengths of a claim", meta.sequence_lengths, None if None in lengths else lengths)
             self.receipts.append((flow, meta))
-        model.take(task, wanted)
+        model.mark_claimed(task, wanted)
 
     def _read(
         self, flow: str, ids: Sequence[str], names: Sequence[str], meta: KVBatchMeta | None = None
@@ -317,10 +409,11 @@ class DataPlaneMachine(RuleBasedStateMachine):
             has_column(f"a read of {list(ids)}", batch, name, [row.value for row in rows], _layout(rows))
 
 
-def _rows(name: str, count: int) -> st.SearchStrategy[list[Row]]:
-    """Rows of one column of one write."""
+def _rows(name: str, count: int, trees: bool) -> st.SearchStrategy[list[Row]]:
+    """Rows of one column of one write. With ``trees``, objects may have tensors in them."""
     if name == "payload":
-        return st.lists(payloads.map(lambda value: Row("object", value)), min_size=count, max_size=count)
+        rows = st.one_of(payloads, with_tensors) if trees else payloads
+        return st.lists(rows.map(lambda value: Row("object", value)), min_size=count, max_size=count)
     number = st.integers(-100, 100)
     if name == "scalar":
         return st.lists(number.map(lambda n: Row("dense", torch.tensor(n))), min_size=count, max_size=count)

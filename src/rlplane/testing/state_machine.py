@@ -33,11 +33,11 @@ def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
         ) from exc
     from rlplane.testing.random_operations import DataPlaneMachine
 
-    return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(_Fixed(factory))})
+    return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(_Constant(factory))})
 
 
-class _Fixed:
-    """Gives the factory back, whatever kind of object it is: a class attribute could become a method."""
+class _Constant:
+    """A function that returns the factory. As a class attribute, the factory itself could become a method."""
 
     def __init__(self, factory: Any) -> None:
         self._factory = factory

@@ -1,7 +1,8 @@
 """Typed messages between processes over ZeroMQ; knows no message type and nothing of data planes.
 
-``codec.py`` says what a codec is, ``protocol.py`` what publishers and subscribers promise, ``pubsub.py`` does
-it over ZeroMQ.
+``codec``     what a codec is, and how topic and payload share a frame
+``protocol``  what publishers and subscribers promise
+``pubsub``    both of them over ZeroMQ
 """
 
 from rlplane.transport.codec import TOPIC_FRAME_SIZE, MessageCodec, make_topic

@@ -112,7 +112,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         self.handle_subscriptions()
         if not self._someone_was_full:
             return True
-        # Who was full once gets nothing until it has read, and ZeroMQ does not tell when that is: send again.
+        # A subscriber that was full gets nothing until it has read, and ZeroMQ does not say when: send again.
         deadline = time.monotonic() + (deliver_within_s or 0.0)
         while time.monotonic() < deadline:
             time.sleep(_RESEND_S)
@@ -261,7 +261,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         loop.add_reader(self._socket.fd, self._on_readable)
         loop.call_soon(self._on_readable)
 
-    def take_available(self, limit: int = _FRAMES_PER_TURN) -> bool:
+    def receive_available(self, limit: int = _FRAMES_PER_TURN) -> bool:
         """Hand at most ``limit`` waiting frames to the attached handler; whether there may be more."""
         if self._handler is None or self._on_error is None or self._socket.raw.closed:
             return False
@@ -280,7 +280,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
 
     def _on_readable(self) -> None:
         # The descriptor signals edges: stop before it is empty, and it may never signal again.
-        if self.take_available() and self._loop is not None:
+        if self.receive_available() and self._loop is not None:
             self._loop.call_soon(self._on_readable)
 
     def wait_until_connected(self, timeout_s: float) -> bool:
@@ -360,6 +360,7 @@ class _Socket:
         if self._monitor is not None:
             # libzmq's own thread writes to the monitor: left unread it could fill up and stall the socket.
             self.raw.disable_monitor()
+            self._monitor.close()
             self._monitor = None
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Footer, Input, TabbedContent, TabPane
 
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.tui.header import Figures, RunHeader
+from rlplane.tui.live_table import LiveTable
 from rlplane.tui.panes import (
     SPARK_WIDTH,
     log_table,
@@ -23,14 +24,13 @@ from rlplane.tui.panes import (
     worker_rows,
     worker_table,
 )
-from rlplane.tui.screens import KeysScreen, PartitionScreen, ReportScreen
-from rlplane.tui.table import LiveTable
+from rlplane.tui.screens import KeysScreen, PartitionScreen, ReportScreen, RunsScreen
 from rlplane.viewing.feed import RunFeed
 from rlplane.viewing.history import History
 
 __all__ = ["TopApp"]
 
-_LOOK_EVERY_S = 0.25
+_REFRESH_S = 0.25
 _TABS = ("partitions", "workers", "samples", "log")
 _OPS_SEEN = 8
 _FILTERED = ("#partitions", "#workers", "#samples")
@@ -56,6 +56,7 @@ class TopApp(App[None]):
         # First of all, so that what is typed right after it already goes to the field.
         Binding("slash", "filter", "Filter", key_display="/", priority=True),
         Binding("f", "report", "Report"),
+        Binding("h", "runs", "Runs"),
         Binding("question_mark", "keys", "Keys", key_display="?"),
         *(Binding(str(at + 1), f"tab('{name}')", name, show=False) for at, name in enumerate(_TABS)),
     ]
@@ -88,28 +89,30 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         self.query_one("#partitions", LiveTable).focus()
-        self.set_interval(_LOOK_EVERY_S, self._look)
-        self._look()
+        self.set_interval(_REFRESH_S, self._refresh_from_feed)
+        self._refresh_from_feed()
 
     def on_resize(self, event: events.Resize) -> None:
         # On a low terminal the tables are worth more than the figures above them.
-        self.screen_stack[0].set_class(event.size.height < 26, "-low")
+        for main in self.screen_stack[:1]:
+            main.set_class(event.size.height < 26, "-low")
 
     # What comes in.
 
-    def _look(self) -> None:
-        main = self.screen_stack[0]
-        if not main.query(RunHeader):
-            return  # The timer may fire once more while the screen is being taken down.
+    def _refresh_from_feed(self) -> None:
+        # The timer may fire once more while the screen is being taken down, and after that.
+        main = next(iter(self.screen_stack), None)
+        if main is None or not main.query(RunHeader):
+            return
         version = self.feed.version
         if version != self._version and not self.paused:
             self._version = version
             snapshot = self.feed.latest
             if snapshot is not None:
-                self._take(snapshot)
+                self._show_snapshot(snapshot)
         main.query_one(RunHeader).show(self.snapshot, self.feed.status(), paused=self.paused)
 
-    def _take(self, snapshot: MetricsSnapshot) -> None:
+    def _show_snapshot(self, snapshot: MetricsSnapshot) -> None:
         before = self.snapshot
         if before is None or (before.run_id, before.started_ns) != (snapshot.run_id, snapshot.started_ns):
             self._recent.clear()
@@ -155,7 +158,7 @@ class TopApp(App[None]):
 
     def action_pause(self) -> None:
         self.paused = not self.paused
-        self._look()
+        self._refresh_from_feed()
 
     def action_tab(self, name: str) -> None:
         self.query_one(TabbedContent).active = f"tab-{name}"
@@ -169,6 +172,9 @@ class TopApp(App[None]):
     def action_report(self) -> None:
         if self.snapshot is not None:
             self.push_screen(ReportScreen(self.snapshot))
+
+    def action_runs(self) -> None:
+        self.push_screen(RunsScreen(self.snapshot))
 
     def action_keys(self) -> None:
         self.push_screen(KeysScreen())

@@ -11,7 +11,7 @@ from rlplane.tui.sparks import spark
 from rlplane.viewing.feed import FeedStatus
 from rlplane.viewing.health import findings, health
 from rlplane.viewing.history import History
-from rlplane.viewing.units import format_bytes, format_count, format_duration, printable
+from rlplane.viewing.units import format_bytes, format_count, format_duration, format_share, printable
 
 __all__ = ["Figures", "RunHeader"]
 
@@ -38,7 +38,7 @@ class RunHeader(Static):
         if snapshot is None:
             first.append(" NO RUN ", "black on white")
             first.append(f"  {status.text}")
-            self.update(Text("\n").join([first, Text("start one, for example: rlplane demo", style="dim")]))
+            self.update(Text("\n").join([first, Text("or start one to look at: rlplane demo", style="dim")]))
             return
         first.append(f" {snapshot.state.value} ", _STATE_STYLES[snapshot.state.value])
         first.append(f"  {printable(snapshot.run_id)}", "bold")
@@ -68,7 +68,7 @@ def _second_line(snapshot: MetricsSnapshot, status: FeedStatus) -> Text:
 
 
 class Figures(Static):
-    """Four figures with their last minutes."""
+    """Four figures with their last minutes; a fifth when training steps are marked."""
 
     DEFAULT_CSS = """
     Figures { height: 4; padding: 0 1; margin: 1 0 0 0; }
@@ -113,6 +113,19 @@ class Figures(Static):
                 "yellow",
             ),
         ]
+        totals = snapshot.step_totals
+        if totals.count:
+            marked = [step for step in snapshot.steps if step.seconds]
+            waiting = f"waiting {format_share(totals.share('waiting_s'))}"
+            cells.append(
+                (
+                    f"step {marked[-1].step}" if marked else "steps",
+                    f"{format_share(totals.share())} in the plane",
+                    f"{waiting}, {format_count(totals.tokens_per_s)} tokens/s",
+                    [step.plane_s / step.seconds for step in marked],
+                    "green",
+                )
+            )
         grid = Table.grid(expand=True, padding=(0, 1))
         for _ in cells:
             grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from rlplane.metrics.snapshot import (
     TaskStat,
     WorkerStat,
 )
+from rlplane.tui.live_table import Column, LiveTable
 from rlplane.tui.sparks import bar, spark
-from rlplane.tui.table import Column, LiveTable
 from rlplane.viewing.flow import fill_of
+from rlplane.viewing.operations import by_operation
 from rlplane.viewing.units import (
     format_age,
     format_bytes,
@@ -46,7 +47,8 @@ SPARK_WIDTH = 24
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One operation over all partitions; latencies in ns over the whole run."""
+    """One operation over all partitions; latencies in ns over the whole run, without ``wait``: the mean time
+    that those waited for samples or for room that had to."""
 
     op: str
     rate: float
@@ -58,6 +60,7 @@ class OpRow:
     p90: float | None
     p99: float | None
     recent: Sequence[float]
+    wait: float | None = None
 
 
 class WorkerRow(NamedTuple):
@@ -69,26 +72,25 @@ class WorkerRow(NamedTuple):
 
 def op_rows(snapshot: MetricsSnapshot, recent: Mapping[str, deque[float]]) -> list[OpRow]:
     """The operations of a snapshot, the most frequent first."""
-    names = dict.fromkeys(stat.labels.get("op", "") for stat in snapshot.counters("ops"))
     rows = []
-    for op in names:
-        latency = next(snapshot.series("op_latency", op=op), None)
-        percentiles = latency.percentiles if latency is not None else {}
+    for figures in by_operation(snapshot):
+        percentiles = figures.latency.percentiles if figures.latency is not None else {}
         rows.append(
             OpRow(
-                op,
-                snapshot.rate("ops", op=op),
-                snapshot.rate("op_bytes", op=op),
-                snapshot.total("ops", op=op),
-                snapshot.total("op_failures", op=op),
-                snapshot.total("op_timeouts", op=op),
+                figures.op,
+                figures.rates["count"],
+                figures.rates["bytes"],
+                figures.counts["count"],
+                figures.counts["failures"],
+                figures.counts["timeouts"],
                 percentiles.get("p50"),
                 percentiles.get("p90"),
                 percentiles.get("p99"),
-                list(recent.get(op, ())),
+                list(recent.get(figures.op, ())),
+                figures.waited_s / figures.waits * 1e9 if figures.waits else None,
             )
         )
-    return sorted(rows, key=lambda row: -row.count)
+    return rows
 
 
 def worker_rows(snapshot: MetricsSnapshot) -> list[WorkerRow]:
@@ -115,6 +117,7 @@ def op_table() -> LiveTable[OpRow]:
             Column("p90", 8, lambda row: row.p90, lambda row: format_ns(row.p90)),
             Column("p99", 8, lambda row: row.p99, lambda row: format_ns(row.p99)),
             Column("count", 8, lambda row: row.count, lambda row: format_count(row.count)),
+            Column("waited", 8, lambda row: row.wait, lambda row: format_ns(row.wait)),
             Column(
                 "failed",
                 7,
@@ -127,7 +130,8 @@ def op_table() -> LiveTable[OpRow]:
                 8,
                 lambda row: row.timeouts,
                 lambda row: format_count(row.timeouts),
-                style=lambda row: "warn" if row.timeouts else "dim",
+                # A claim that finds nothing in time is nothing bad.
+                style=lambda row: "warn" if row.timeouts and row.op != "claim_meta" else "dim",
             ),
         ],
         key=lambda row: row.op,
@@ -147,8 +151,16 @@ def _fill_style(part: PartitionStat) -> str:
     return "bad" if share > 0.9 else "warn" if share > 0.7 else "line"
 
 
-def _sum_tasks(part: PartitionStat, name: str) -> int | None:
-    known = [getattr(task, name) for task in part.tasks if getattr(task, name) is not None]
+def _if_known(name: str, form: Callable[[int | None], str]) -> Callable[[PartitionStat], str]:
+    return lambda part: form(getattr(part, name) if part.known else None)
+
+
+def _if_tracked(name: str) -> Callable[[PartitionStat], str]:
+    return lambda part: format_count(getattr(part, name) if part.tracked else None)
+
+
+def _waiting(part: PartitionStat) -> int | None:
+    known = [task.waiting for task in part.tasks if task.waiting is not None]
     return sum(known) if known else None
 
 
@@ -164,26 +176,15 @@ def partition_table() -> LiveTable[PartitionStat]:
     return LiveTable(
         [
             Column("partition", 14, lambda part: part.partition, lambda part: part.partition, left=True),
-            Column("samples", 8, lambda part: part.samples, lambda part: format_count(part.samples)),
-            Column("bytes", 9, lambda part: part.bytes, lambda part: format_bytes(part.bytes)),
+            Column("samples", 8, lambda part: part.samples, _if_known("samples", format_count)),
+            Column("bytes", 9, lambda part: part.bytes, _if_known("bytes", format_bytes)),
             Column("full", 13, fill_of, _fill_text, style=_fill_style),
-            Column(
-                "ready",
-                7,
-                lambda part: _sum_tasks(part, "ready"),
-                lambda part: format_count(_sum_tasks(part, "ready")),
-            ),
-            Column(
-                "waiting",
-                7,
-                lambda part: _sum_tasks(part, "waiting"),
-                lambda part: format_count(_sum_tasks(part, "waiting")),
-            ),
+            Column("waiting", 7, _waiting, lambda part: format_count(_waiting(part))),
             Column(
                 "oldest", 8, lambda part: part.oldest_age_s, lambda part: format_duration(part.oldest_age_s)
             ),
-            Column("written", 8, lambda part: part.written, lambda part: format_count(part.written)),
-            Column("cleared", 8, lambda part: part.cleared, lambda part: format_count(part.cleared)),
+            Column("written", 8, lambda part: part.written, _if_tracked("written")),
+            Column("cleared", 8, lambda part: part.cleared, _if_tracked("cleared")),
             Column("each task: ready/claimed/waiting", 46, _tasks_text, _tasks_text, left=True),
         ],
         key=lambda part: part.partition,
@@ -263,32 +264,34 @@ def worker_table() -> LiveTable[WorkerRow]:
 def sample_table() -> LiveTable[SampleAge]:
     return LiveTable(
         [
-            Column("sample", 24, lambda life: life.sample_id, lambda life: life.sample_id, left=True),
-            Column("partition", 16, lambda life: life.partition, lambda life: life.partition, left=True),
-            Column("age", 9, lambda life: life.age_s, lambda life: format_duration(life.age_s)),
-            Column("written by", 18, lambda life: life.worker, lambda life: life.worker, left=True),
+            Column("sample", 24, lambda sample: sample.sample_id, lambda sample: sample.sample_id, left=True),
+            Column(
+                "partition", 16, lambda sample: sample.partition, lambda sample: sample.partition, left=True
+            ),
+            Column("age", 9, lambda sample: sample.age_s, lambda sample: format_duration(sample.age_s)),
+            Column("written by", 18, lambda sample: sample.worker, lambda sample: sample.worker, left=True),
             Column(
                 "claimed by",
                 28,
-                lambda life: len(life.claimed_by),
-                lambda life: ", ".join(life.claimed_by) or "–",
+                lambda sample: len(sample.claimed_by),
+                lambda sample: ", ".join(sample.claimed_by) or "–",
                 left=True,
             ),
             Column(
                 "version",
                 8,
-                lambda life: life.weight_version,
-                lambda life: "–" if life.weight_version is None else str(life.weight_version),
+                lambda sample: sample.weight_version,
+                lambda sample: "–" if sample.weight_version is None else str(sample.weight_version),
             ),
             Column(
                 "failed",
                 6,
-                lambda life: life.failed,
-                lambda life: "yes" if life.failed else "",
-                style=lambda life: "bad",
+                lambda sample: sample.failed,
+                lambda sample: "yes" if sample.failed else "",
+                style=lambda sample: "bad",
             ),
         ],
-        key=lambda life: f"{life.partition}\0{life.sample_id}",
+        key=lambda sample: f"{sample.partition}\0{sample.sample_id}",
         sort="age",
         empty="no tracked sample is in flight (observability.track_partitions says which are tracked)",
         id="samples",
@@ -298,6 +301,9 @@ def sample_table() -> LiveTable[SampleAge]:
 def log_table() -> LiveTable[LogLine]:
     def clock(line: LogLine) -> str:
         return time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
+
+    def message(line: LogLine) -> str:
+        return f"{line.message} ({line.count} times)" if line.count > 1 else line.message
 
     def level(line: LogLine) -> str:
         return "bad" if line.level == "error" else "warn"
@@ -309,9 +315,7 @@ def log_table() -> LiveTable[LogLine]:
             Column(
                 "worker", 18, lambda line: line.worker, lambda line: line.worker or "aggregator", left=False
             ),
-            Column(
-                "message", 60, lambda line: line.message, lambda line: line.message, left=True, style=level
-            ),
+            Column("message", 60, lambda line: line.message, message, left=True, style=level),
         ],
         key=lambda line: f"{line.time_ns}{line.worker}{line.message}",
         sort="time",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -11,21 +13,28 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Footer, Static
 
+from rlplane.errors import ConfigError
+from rlplane.metrics.events import FlowStat
 from rlplane.metrics.snapshot import MetricsSnapshot, SeriesStat
 from rlplane.report import Report, render_text
 from rlplane.tui.panes import sample_table, task_table
 from rlplane.tui.sparks import bar
+from rlplane.viewing.feed import read_run
 from rlplane.viewing.flow import PRODUCERS, FlowPicture, partition_flow
+from rlplane.viewing.runs import figures_of, finished_runs
 from rlplane.viewing.units import (
     format_bytes,
     format_count,
     format_duration,
     format_ns,
     format_percent,
+    format_reasons,
     printable,
 )
 
-__all__ = ["KeysScreen", "PartitionScreen", "ReportScreen"]
+__all__ = ["KeysScreen", "PartitionScreen", "ReportScreen", "RunsScreen"]
+
+_RUNS_SHOWN = 6
 
 _BACK: list[BindingType] = [Binding("escape,q,backspace", "dismiss", "Back")]
 
@@ -75,7 +84,7 @@ class PartitionScreen(Screen[None]):
                 )
             )
         tasks.set_rows(rows)  # type: ignore[attr-defined]
-        own = [life for life in snapshot.oldest if life.partition == self.partition]
+        own = [sample for sample in snapshot.oldest if sample.partition == self.partition]
         self.query_one("#samples").set_rows(own)  # type: ignore[attr-defined]
 
 
@@ -84,7 +93,7 @@ def _of(snapshot: MetricsSnapshot, name: str, partition: str, task: str) -> Seri
 
 
 def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
-    life = next(snapshot.series("written_to_cleared", partition=picture.partition), None)
+    cleared = next(snapshot.series("written_to_cleared", partition=picture.partition), None)
     text = Text()
     text.append(printable(picture.partition), "bold")
     text.append(f"   {format_count(picture.samples)} samples, {format_bytes(picture.bytes)}")
@@ -95,19 +104,35 @@ def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:
     text.append(f" ─{format_count(picture.write_rate)}/s→ ")
     text.append(f"[{format_count(picture.samples)}]", "bold")
     text.append(" → ")
-    for at, task in enumerate(picture.tasks):
-        if at:
-            text.append(" · ")
+    for before, task in zip([None, *picture.tasks], picture.tasks, strict=False):
+        if before is not None:
+            text.append(" → " if task.stage > before.stage else " · ")
         _stage(text, task.task, picture.holdup == task.task)
         text.append(f" {format_count(task.rate)}/s")
     text.append(f" ─{format_count(picture.clear_rate)}/s→ cleared")
     if picture.holdup is not None:
         what = "the producers hold" if picture.holdup == PRODUCERS else f"{printable(picture.holdup)} holds"
         text.append(f"\n{what} everything up", "bold yellow")
-    if life is not None and life.count:
-        text.append(f"\nfrom write to clear: p50 {format_ns(life.percentiles.get('p50'))}", "dim")
-        text.append(f", p99 {format_ns(life.percentiles.get('p99'))}", "dim")
+    part = next(part for part in snapshot.partitions if part.partition == picture.partition)
+    if part.flow is not None:
+        text.append(f"\n{_policy_text(part.flow)}", "cyan")
+    if cleared is not None and cleared.count:
+        text.append(f"\nfrom write to clear: p50 {format_ns(cleared.percentiles.get('p50'))}", "dim")
+        text.append(f", p99 {format_ns(cleared.percentiles.get('p99'))}", "dim")
     return text
+
+
+def _policy_text(flow: FlowStat) -> str:
+    bound = "" if flow.max_staleness is None else f", at most {flow.max_staleness} old"
+    parts = [f"{printable(flow.policy) or 'no policy'}: weight version {flow.version}{bound}"]
+    if flow.admitted or flow.waiting:
+        parts.append(
+            f"{format_count(flow.admitted)} admitted, {format_count(flow.waiting)} wait for admission"
+        )
+    for what, counts in (("evicted", flow.evicted), ("groups closed short", flow.closed_short)):
+        if counts:
+            parts.append(f"{what}: {printable(format_reasons(counts))}")
+    return "; ".join(parts)
 
 
 def _stage(text: Text, name: str, holds: bool) -> None:
@@ -136,6 +161,42 @@ class ReportScreen(Screen[None]):
         yield Footer()
 
 
+class RunsScreen(Screen[None]):
+    """The finished runs of this machine beside the one that is shown: a column each."""
+
+    BINDINGS: ClassVar[list[BindingType]] = _BACK
+    CSS = """
+    #runs-head { height: 1; background: $panel; padding: 0 1; }
+    #runs { padding: 1 2; width: auto; }
+    """
+
+    def __init__(self, snapshot: MetricsSnapshot | None) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+
+    def compose(self) -> ComposeResult:
+        yield Static(
+            Text("Finished runs of this machine; rlplane report RUN_DIR has all of one"), id="runs-head"
+        )
+        with VerticalScroll():
+            yield Static(self._table(), id="runs")
+        yield Footer()
+
+    def _table(self) -> Table:
+        columns = [] if self.snapshot is None else [(self.snapshot.run_id, figures_of(self.snapshot))]
+        for run in finished_runs()[:_RUNS_SHOWN]:
+            with contextlib.suppress(ConfigError):
+                columns.append((run.run_id, figures_of(read_run(run.directory))))
+        table = Table(box=None, padding=(0, 2))
+        table.add_column("")
+        for name, _ in columns:
+            table.add_column(printable(name), justify="right")
+        for figure in dict.fromkeys(figure for _, figures in columns for figure in figures):
+            cells = (printable(figures.get(figure, "–")) for _, figures in columns)
+            table.add_row(printable(figure), *cells)
+        return table
+
+
 class KeysScreen(ModalScreen[None]):
     """What the keys do."""
 
@@ -153,6 +214,7 @@ class KeysScreen(ModalScreen[None]):
         ("/", "filter partitions, workers and samples by a text"),
         ("p or space", "pause and go on"),
         ("f", "the report, as it would be now"),
+        ("h", "finished runs beside this one"),
         ("esc", "back; in the filter: clear it"),
         ("q", "quit"),
     )

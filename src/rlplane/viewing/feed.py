@@ -22,7 +22,9 @@ from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 from rlplane.viewing.units import format_duration
 
-__all__ = ["FeedStatus", "RunFeed", "read_run"]
+__all__ = ["HOW_TO_BE_SEEN", "FeedStatus", "RunFeed", "read_run"]
+
+HOW_TO_BE_SEEN = 'a job is seen when its config has "observability": {"enabled": True}'
 
 _LOOK_EVERY_S = 0.5
 _STALE_TICKS = 6.0
@@ -95,7 +97,7 @@ class RunFeed:
         if target is not None:
             self._subscribe(target)
         else:
-            self._look()
+            self._poll()
             self._thread = threading.Thread(target=self._watch, name="rlplane-feed", daemon=True)
             self._thread.start()
 
@@ -128,7 +130,7 @@ class RunFeed:
         source = self._run.snapshot_address if self._run is not None else self._target or ""
         if latest is None or received is None:
             if self._target is None and self._run is None:
-                return FeedStatus("searching", "no run found on this machine yet; looking for one", source)
+                return FeedStatus("searching", f"no run found on this machine yet: {HOW_TO_BE_SEEN}", source)
             return FeedStatus("waiting", f"waiting for the first picture from {source}", source)
         age = time.monotonic() - received
         if latest.state.is_final:
@@ -157,9 +159,9 @@ class RunFeed:
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Is the run still there, and is there a newer one to go to?"""
         runs = list_runs()
         current = self._run

@@ -21,6 +21,16 @@ _QUANTILES = (0.5, 0.9, 0.99)
 _MAX_OPS = 12
 
 _RATES = ("ops", "bytes", "failures", "written", "claimed", "cleared")
+_MEANS = (
+    "latency_mean",
+    "stale_mean",
+    "stale_p90",
+    "waiting",
+    "wait_mean",
+    "wait_p50",
+    "wait_p90",
+    "wait_p99",
+)
 Quantiles = tuple[float | None, float | None, float | None]
 
 
@@ -29,6 +39,8 @@ class HistoryPoint:
     """``seconds`` of the run that end at ``time_s`` after its start. Rates are per second, latencies in ns.
 
     ``latency`` has p50, p90 and p99 by op and for :data:`ALL_OPS`; it is empty before the viewer came.
+    ``waiting`` is how many operations waited at a time, on average: claims for samples, puts for room; and
+    ``wait_…`` for how long, in ns.
     """
 
     time_s: float
@@ -44,6 +56,11 @@ class HistoryPoint:
     latency_mean: float | None = None
     stale_mean: float | None = None
     stale_p90: float | None = None
+    waiting: float = 0.0
+    wait_mean: float | None = None
+    wait_p50: float | None = None
+    wait_p90: float | None = None
+    wait_p99: float | None = None
     latency: dict[str, Quantiles] = field(default_factory=dict)
 
 
@@ -99,10 +116,14 @@ class History:
         gained = {name: max(0.0, value - self._totals.get(name, 0.0)) for name, value in totals.items()}
         latency: dict[str, Quantiles] = {}
         stale_p90 = None
+        waits: Quantiles = (None, None, None)
         for name, counts in grids.items():
             added = subtract(counts, self._grids.get(name, []))
             if name == "staleness":
                 stale_p90 = percentile(added, "versions", 0.9)
+            elif name == "waits":
+                p50, p90, p99 = (percentile(added, "ns", share) for share in _QUANTILES)
+                waits = (p50, p90, p99)
             elif sum(added):
                 p50, p90, p99 = (percentile(added, "ns", share) for share in _QUANTILES)
                 latency[name.removeprefix("op:")] = (p50, p90, p99)
@@ -116,6 +137,11 @@ class History:
             latency_mean=_ratio(gained["latency_total"], gained["latency_count"]),
             stale_mean=_ratio(gained["stale_total"], gained["stale_count"]),
             stale_p90=stale_p90,
+            waiting=gained["wait_total"] / 1e9 / seconds,
+            wait_mean=_ratio(gained["wait_total"], gained["wait_count"]),
+            wait_p50=waits[0],
+            wait_p90=waits[1],
+            wait_p99=waits[2],
             latency=latency,
         )
 
@@ -151,11 +177,13 @@ def _from_timeline(point: TimelinePoint) -> HistoryPoint:
         bytes_held=point.bytes_held,
         latency_mean=_ratio(point.busy_ns, point.ops),
         stale_mean=_ratio(point.stale_sum, point.stale_count),
+        waiting=point.wait_ns / 1e9 / seconds,
+        wait_mean=_ratio(point.wait_ns, point.waits),
     )
 
 
 def _totals(snapshot: MetricsSnapshot) -> dict[str, float]:
-    latency, stale = list(snapshot.series("op_latency")), list(snapshot.series("staleness"))
+    latency, stale, waits = (list(snapshot.series(name)) for name in ("op_latency", "staleness", "op_wait"))
     return {
         "ops": snapshot.total("ops"),
         "bytes": snapshot.total("op_bytes"),
@@ -167,6 +195,8 @@ def _totals(snapshot: MetricsSnapshot) -> dict[str, float]:
         "latency_count": sum(stat.count for stat in latency),
         "stale_total": sum(stat.total for stat in stale),
         "stale_count": sum(stat.count for stat in stale),
+        "wait_total": sum(stat.total for stat in waits),
+        "wait_count": sum(stat.count for stat in waits),
     }
 
 
@@ -174,6 +204,7 @@ def _grids(snapshot: MetricsSnapshot) -> dict[str, list[int]]:
     by_count = sorted(snapshot.series("op_latency"), key=lambda stat: -stat.count)
     grids = {f"op:{stat.labels.get('op', '')}": full_counts(stat) for stat in by_count[:_MAX_OPS]}
     grids[f"op:{ALL_OPS}"] = sum_counts(map(full_counts, by_count))
+    grids["waits"] = sum_counts(map(full_counts, snapshot.series("op_wait")))
     grids["staleness"] = sum_counts(map(full_counts, snapshot.series("staleness")))
     return {name: counts for name, counts in grids.items() if counts}
 
@@ -186,8 +217,7 @@ def _merge_pairs(points: Sequence[HistoryPoint]) -> list[HistoryPoint]:
 def _merge(first: HistoryPoint, second: HistoryPoint) -> HistoryPoint:
     weights = (first.seconds, second.seconds)
     means = {
-        name: _mean((getattr(first, name), getattr(second, name)), weights)
-        for name in (*_RATES, "latency_mean", "stale_mean", "stale_p90")
+        name: _mean((getattr(first, name), getattr(second, name)), weights) for name in (*_RATES, *_MEANS)
     }
     none: Quantiles = (None, None, None)
     latency: dict[str, Quantiles] = {}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "format_age",
     "format_bytes",
     "format_count",
     "format_duration",
+    "format_full_count",
     "format_ns",
     "format_percent",
+    "format_reasons",
+    "format_share",
+    "format_value",
     "printable",
 ]
 
@@ -20,8 +26,22 @@ def format_count(value: float | None) -> str:
     if value is None:
         return _NONE
     if abs(value) < 10_000:
-        return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
+        return format_full_count(value)
     return _scaled(value, 1000.0, ("", "k", "M", "G", "T", "P"))
+
+
+def format_full_count(value: float | None) -> str:
+    """``1234567`` as ``1,234,567``, for tables in which the last digit counts."""
+    if value is None:
+        return _NONE
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3g}"
+
+
+def format_value(value: float | None, unit: str) -> str:
+    """A value of a series in its unit."""
+    if unit == "ns":
+        return format_ns(value)
+    return format_bytes(value) if unit == "bytes" else format_full_count(value)
 
 
 def format_bytes(value: float | None) -> str:
@@ -35,7 +55,7 @@ def format_ns(value: float | None) -> str:
     """Nanoseconds in the unit that fits: ``640 µs``."""
     if value is None:
         return _NONE
-    if abs(value) < 1e9:
+    if abs(value) < 60e9:
         return _scaled(value, 1000.0, (" ns", " µs", " ms", " s"))
     return format_duration(value / 1e9)
 
@@ -62,6 +82,16 @@ def format_age(seconds: float | None) -> str:
 
 def format_percent(share: float | None) -> str:
     return _NONE if share is None else f"{100 * share:.0f}%"
+
+
+def format_share(share: float | None) -> str:
+    """A share that may be small, with two figures: ``34%``, ``0.41%``."""
+    return _NONE if share is None else f"{float(f'{100 * share:.2g}'):g}%"
+
+
+def format_reasons(counts: Mapping[str, int]) -> str:
+    """Counts by reason: ``12 stale, 3 timeout``."""
+    return ", ".join(f"{format_count(count)} {reason}" for reason, count in counts.items()) or _NONE
 
 
 def printable(text: str) -> str:

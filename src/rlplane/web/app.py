@@ -29,6 +29,7 @@ from starlette.staticfiles import StaticFiles
 from rlplane.errors import ConfigError, MissingExtraError, PlaneConnectionError
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.viewing.feed import RunFeed
+from rlplane.viewing.runs import figures_of, finished_runs, read_finished
 from rlplane.web.broadcast import Broadcast
 from rlplane.web.guard import Guard, is_loopback
 from rlplane.web.view import make_view, status_view
@@ -81,6 +82,18 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
         run = snapshot.run_id if snapshot is not None else None
         return _json({"run_id": run, "columns": broadcast.history.columns(start, end, most)})
 
+    async def runs(_: Request) -> Response:
+        shown = feed.latest.run_id if feed.latest is not None else None
+        found = await asyncio.to_thread(finished_runs)
+        return _json([{"id": run.run_id} for run in found if run.run_id != shown])
+
+    async def run_figures(request: Request) -> Response:
+        name = request.path_params["name"]
+        snapshot = await asyncio.to_thread(read_finished, name)
+        if snapshot is None:
+            return PlainTextResponse(f"no finished run {name!r} is known here\n", 404)
+        return _json({"id": name, "figures": figures_of(snapshot)})
+
     async def latest_report(_: Request) -> Response:
         snapshot = feed.latest
         if snapshot is None:
@@ -94,6 +107,8 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
         snapshot = broadcast.finished.get(wanted)
         if snapshot is None and latest is not None and latest.run_id == wanted:
             snapshot = latest
+        if snapshot is None:
+            snapshot = await asyncio.to_thread(read_finished, wanted)
         if snapshot is None:
             return PlainTextResponse(f"no run {wanted!r} is known here\n", 404)
         return _report(snapshot, download="download" in request.query_params)
@@ -125,6 +140,8 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
             Route("/events", events),
             Route("/api/view", view),
             Route("/api/history", history),
+            Route("/api/runs", runs),
+            Route("/api/runs/{name:path}", run_figures),
             Route("/report", latest_report),
             Route("/report/{run_id:path}.html", report_of),
             Route("/metrics", metrics),

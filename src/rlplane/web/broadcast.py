@@ -51,7 +51,7 @@ class Broadcast:
     async def run(self) -> None:
         """Follow the feed until :meth:`close`."""
         while not self._closing:
-            self._look()
+            self._poll()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Broadcast:
         for listener in self._listeners:
             _offer(listener, b"")
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self.catch_up()
         snapshot = self.feed.latest
         now = time.monotonic()

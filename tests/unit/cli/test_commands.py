@@ -1,18 +1,20 @@
 """The small commands: config, doctor, report, trace, top --json."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.cli import ExitCode, run
 from rlplane.config import load_config
+from rlplane.metrics.event_logger import EventLoggerService
 from rlplane.metrics.events import EventBatch, OpRecord, pack_ops
-from rlplane.metrics.journal import EventJournal
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun, PictureServer
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +25,10 @@ def own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def finished_run(directory: Path, **details: Any) -> Path:
     directory.mkdir()
-    pictured = PicturedRun(**details)
+    simulated = SimulatedRun(**details)
     for _ in range(60):
-        pictured.pass_time()
-    final = pictured.step(state=SessionState.COMPLETE)
+        simulated.pass_time()
+    final = simulated.step(state=SessionState.COMPLETE)
     (directory / "final_snapshot.json").write_bytes(msgspec.json.encode(final))
     return directory
 
@@ -77,12 +79,24 @@ def test_serve_is_only_for_the_engine_that_has_a_server(capsys: pytest.CaptureFi
 def test_doctor_fails_when_something_would_stop_a_plane(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from rlplane.adapters.local import doctor as local
+    from rlplane.storage.shm import doctor as local
 
     checks = [local.Check("platform", "ok", "Linux"), local.Check("shared memory", "problem", "too small")]
     monkeypatch.setattr(local, "inspect", lambda: checks)
     assert run(["doctor"]) == ExitCode.FAILED
     assert "problem  shared memory: too small" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("free", "shown"), [(64 << 20, "64.0 MiB"), (3 << 29, "1.5 GiB"), (5 << 40, "5.0 TiB")]
+)
+def test_doctor_shows_sizes_in_the_unit_that_fits(
+    free: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = SimpleNamespace(f_blocks=free, f_bavail=free, f_frsize=1)
+    monkeypatch.setattr("os.statvfs", lambda path: space)
+    run(["doctor"])
+    assert f"{shown} of {shown} free" in capsys.readouterr().out
 
 
 def test_a_report_is_text_html_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +108,22 @@ def test_a_report_is_text_html_or_json(tmp_path: Path, capsys: pytest.CaptureFix
     content = read_json(capsys)
     assert content["schema"] == "rlplane.report" and content["complete"]
     assert "<html" in (tmp_path / "out.html").read_text()[:200]
+
+
+def test_without_a_name_the_report_is_of_the_newest_run_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["report"]) == ExitCode.CANNOT_START
+    assert "there is none in ./runs" in capsys.readouterr().err
+    (tmp_path / "runs").mkdir()
+    for age, name in enumerate(["newest", "older", "oldest"]):
+        final = finished_run(tmp_path / "runs" / name, run_id=name) / "final_snapshot.json"
+        os.utime(final, (1e9 - age, 1e9 - age))
+    assert run(["report"]) == ExitCode.OK
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Run newest: COMPLETE")
+    assert "runs/newest" in captured.err
 
 
 def test_a_report_that_cannot_be_made_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +156,7 @@ def journal(path: Path) -> None:
     ops.append(
         OpRecord("claim_meta", "rollouts", 0, 0, 5_000_000, 1_700_000_000_100_000_000, "timeout", 2, "train")
     )
-    record = EventJournal(path)
+    record = EventLoggerService(path)
     record.write(EventBatch(worker="w1", pid=7, host="h", seq=1, sent_ns=1, ops=pack_ops(ops)[0]))
     record.write(EventBatch(worker="w2", pid=7, host="g", seq=1, sent_ns=1, ops=pack_ops(ops[:1])[0]))
     record.close()
@@ -156,11 +186,11 @@ def test_a_directory_without_records_has_no_trace(tmp_path: Path, capsys: pytest
 def test_a_script_reads_a_running_run_with_top_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with PictureServer(f"ipc://{tmp_path}/s.sock") as server:
-        server.publish(PicturedRun().step())
+    with SnapshotServer(f"ipc://{tmp_path}/s.sock") as server:
+        server.publish(SimulatedRun().step())
         assert run(["top", server.address, "--json"]) == 0
     content = read_json(capsys)
-    assert content["snapshot"]["run_id"] == "pictured-run" and content["feed"]["state"] == "live"
+    assert content["snapshot"]["run_id"] == "simulated-run" and content["feed"]["state"] == "live"
 
 
 def test_without_a_run_or_a_terminal_top_cannot_start(capsys: pytest.CaptureFixture[str]) -> None:

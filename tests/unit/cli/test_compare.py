@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+from tests.simulated_run import series_of
 
 from rlplane.cli.compare import Change, compare_runs, render_comparison
 from rlplane.metrics.snapshot import CounterStat, MetricsSnapshot, SessionState, TimelinePoint
-from rlplane.testing.pictures import series_of
 
 
-def run_of(latencies: np.ndarray, rate: float = 100.0, seed: int = 0, **totals: int) -> MetricsSnapshot:  # type: ignore[type-arg]
+def run_of(latencies: np.ndarray, rate: float = 100.0, seed: int = 0, **totals: int) -> MetricsSnapshot:
     random = np.random.default_rng(seed)
     timeline = [
         TimelinePoint(float(at), 1.0, ops=round(max(0.0, random.normal(rate, rate / 20))))
@@ -28,7 +28,7 @@ def run_of(latencies: np.ndarray, rate: float = 100.0, seed: int = 0, **totals: 
     )
 
 
-def draw(seed: int, median_us: float = 500.0, number: int = 5000) -> np.ndarray:  # type: ignore[type-arg]
+def draw(seed: int, median_us: float = 500.0, number: int = 5000) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(np.log(median_us * 1000), 0.4, number)
 
 
@@ -92,8 +92,22 @@ def test_a_rate_that_fell_is_worse_and_one_that_varies_more_than_that_is_not() -
     assert change_of(wild, run_of(draw(1), rate=95), "operations per second").verdict == "same"
 
 
-def test_more_failures_are_worse() -> None:
-    assert change_of(run_of(draw(1)), run_of(draw(1), op_failures=3), "operations failed").verdict == "worse"
+def test_a_larger_share_of_failures_is_worse() -> None:
+    before, after = run_of(draw(1), ops=1000), run_of(draw(1), ops=1000, op_failures=30)
+    change = change_of(before, after, "operations that failed")
+    assert (change.before, change.after, change.verdict) == (0.0, 0.03, "worse")
+    assert "operations that failed: 0% → 3%" in render_comparison(compare_runs(before, after))
+
+
+def test_a_run_that_is_ten_times_longer_and_fails_ten_times_as_often_is_the_same() -> None:
+    before, after = run_of(draw(1), ops=1000, op_failures=5), run_of(draw(1), ops=10_000, op_failures=50)
+    change = change_of(before, after, "operations that failed")
+    assert change.verdict == "same" and change.change == pytest.approx(0.0)
+
+
+def test_one_failure_more_is_chance() -> None:
+    before, after = run_of(draw(1), ops=1000, op_failures=5), run_of(draw(1), ops=1000, op_failures=6)
+    assert change_of(before, after, "operations that failed").verdict == "same"
 
 
 def test_what_got_worse_comes_first() -> None:

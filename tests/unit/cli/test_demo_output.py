@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import sys
-from rlplane.cli.demo import job
+from rlplane.demo import job
 run = job.Job.run
 
 def noisy(self):

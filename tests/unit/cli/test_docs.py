@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.simulated_run import SimulatedRun
 
 from rlplane.cli.commands import COMMANDS, build_app
 from rlplane.sinks.prometheus import render
-from rlplane.testing.pictures import PicturedRun
 from rlplane.tui.screens import KeysScreen
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -40,7 +40,7 @@ def test_every_command_is_in_the_docs() -> None:
 
 
 def test_every_metric_is_in_the_docs_and_none_that_is_not_there() -> None:
-    families = set(re.findall(r"^# TYPE (\S+)", render(PicturedRun().step)[0].decode(), re.MULTILINE))
+    families = set(re.findall(r"^# TYPE (\S+)", render(SimulatedRun().step)[0].decode(), re.MULTILINE))
     table = DASHBOARDS.partition("| metric |")[2].partition("\n\n")[0]
     documented = {name for text in re.findall(r"`(rlplane_\S+)`", table) for name in spelled_out(text)}
     assert documented == families - {"rlplane_run_info"}

@@ -44,6 +44,7 @@ def test_the_options_are_the_frozen_ones() -> None:
 
 def test_every_command_of_the_documentation_is_there() -> None:
     wanted = {"demo", "serve", "top", "dash", "report", "bench", "doctor", "trace", "config", "aggregate"}
+    wanted |= {"stress"}
     assert set(COMMANDS) == wanted
 
 
@@ -154,6 +155,23 @@ def test_without_cyclopts_the_extra_is_named() -> None:
         "rlplane: the command line needs the package 'cyclopts', which is not installed:"
         " pip install 'rlplane[cli]'\n"
     )
+
+
+NO_EXTRAS = (
+    "import sys; sys.modules.update(dict.fromkeys(['cyclopts', 'rich', 'yaml', 'textual', 'starlette']))"
+)
+
+
+def test_version_and_doctor_work_without_extras() -> None:
+    shown = rlplane("--version", code=NO_EXTRAS)
+    assert (shown.returncode, shown.stdout) == (0, rlplane("--version").stdout)
+    text = rlplane("doctor", code=NO_EXTRAS)
+    assert text.returncode == ExitCode.OK, text.stderr
+    assert "shared memory" in text.stdout
+    assert {"cli", "tui", "web"} <= set(text.stdout.partition("not installed: ")[2].strip().split(", "))
+    content = json.loads(rlplane("doctor", "--json", code=NO_EXTRAS).stdout)
+    assert content["schema"] == "rlplane.doctor" and content["extras"]["cli"] is False
+    assert "pip install 'rlplane[cli]'" in rlplane("doctor", "--nosuch", code=NO_EXTRAS).stderr
 
 
 @pytest.mark.parametrize(

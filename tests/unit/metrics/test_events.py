@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from rlplane.metrics.events import (
     EventBatch,
-    EventBatchCodec,
+    EventRecordCodec,
     LogRecord,
     OpRecord,
     PartitionStatus,
-    SampleLife,
+    SampleEvent,
     SessionEvent,
     TaskStatus,
     TransferRecord,
@@ -49,7 +49,7 @@ def batch(**fields: object) -> EventBatch:
 def test_operations_come_back_from_their_columns(records: list[OpRecord]) -> None:
     columns, refused = pack_ops(records)
     assert refused == 0
-    codec = EventBatchCodec()
+    codec = EventRecordCodec()
     back = codec.decode(codec.encode(batch(ops=columns))[1])
     for record in records:
         record.worker, record.pid = "w", 7
@@ -63,7 +63,7 @@ def test_operations_come_back_from_their_columns(records: list[OpRecord]) -> Non
 
 def test_every_kind_of_event_comes_back() -> None:
     events = [
-        SampleLife(
+        SampleEvent(
             kind="claimed", partition_id="p", sample_ids=["a"], time_ns=1, task="t", weight_versions=[None]
         ),
         WeightVersion(3, 1),
@@ -74,7 +74,7 @@ def test_every_kind_of_event_comes_back() -> None:
         SessionEvent("ERROR", 3, "no"),
         LogRecord("warning", "text", 4),
     ]
-    codec = EventBatchCodec()
+    codec = EventRecordCodec()
     assert codec.decode(codec.encode(batch(events=events))[1]).events == events
 
 
@@ -93,7 +93,7 @@ def test_one_malformed_operation_does_not_cost_the_others() -> None:
 
 
 def test_columns_that_do_not_fit_together_are_a_bad_frame() -> None:
-    codec = EventBatchCodec()
+    codec = EventRecordCodec()
     for field, value in (
         ("key_index", b"\x09\0\0\0"),
         ("key_index", b"\0\0\0"),
@@ -109,7 +109,7 @@ def test_columns_that_do_not_fit_together_are_a_bad_frame() -> None:
 
 
 def test_garbage_is_dropped_and_a_programmers_error_is_not() -> None:
-    codec = EventBatchCodec()
+    codec = EventRecordCodec()
     with pytest.raises(msgspec.DecodeError):
         codec.decode(b"\xc1garbage")
     assert codec.on_decode_error(b"", msgspec.DecodeError("x")) is None
@@ -119,7 +119,7 @@ def test_garbage_is_dropped_and_a_programmers_error_is_not() -> None:
 
 def test_a_batch_of_the_first_version_can_be_read_for_ever() -> None:
     first = bytes.fromhex(FIRST_VERSION)
-    got = EventBatchCodec().decode(first)
+    got = EventRecordCodec().decode(first)
     assert (got.worker, got.pid, got.host, got.seq, got.n_dropped) == ("w0", 42, "node", 3, 5)
     assert got.op_records() == [
         OpRecord("put", "rollouts", 8, 4096, 1000, 2000, thread_id=9, worker="w0", pid=42),

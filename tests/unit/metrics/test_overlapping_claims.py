@@ -1,23 +1,25 @@
 """A claim that ends before the put that woke it has returned."""
 
-from rlplane.metrics.events import SampleLife
-from rlplane.metrics.lives import LifeLedger
+from rlplane.metrics.events import SampleEvent
+from rlplane.metrics.metrics_table import MetricsTable
 from rlplane.metrics.registry import MetricsRegistry
+from rlplane.metrics.sample_lifecycle import SampleLifecycle
 from rlplane.metrics.snapshot import SeriesStat
-from rlplane.metrics.table import MetricsTable
 
 
 def waits_of(*claimed_ns: int) -> tuple[int, int, float | None]:
     registry = MetricsRegistry()
-    ledger = LifeLedger(registry, MetricsTable())
+    lifecycle = SampleLifecycle(registry, MetricsTable())
     second = 1_000_000_000
     ids = [f"s{number}" for number in range(len(claimed_ns))]
-    ledger.take(SampleLife(kind="written", partition_id="p", sample_ids=ids, time_ns=100 * second), "w")
+    lifecycle.add_event(
+        SampleEvent(kind="written", partition_id="p", sample_ids=ids, time_ns=100 * second), "w"
+    )
     for sample, moment in zip(ids, claimed_ns, strict=True):
-        claim = SampleLife(
+        claim = SampleEvent(
             kind="claimed", partition_id="p", sample_ids=[sample], time_ns=100 * second + moment, task="t"
         )
-        ledger.take(claim, "w")
+        lifecycle.add_event(claim, "w")
     (series,) = (
         stat
         for stat in registry.stats()

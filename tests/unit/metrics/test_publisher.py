@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from pathlib import Path
 
 import pytest
 
 from rlplane.errors import ConfigError
-from rlplane.metrics.publisher import MetricsPublisher, read_final_snapshot, write_atomically
+from rlplane.metrics.publisher import MetricsPublisher, read_final_snapshot
 from rlplane.metrics.snapshot import MetricsSnapshot, MetricsSnapshotCodec, SessionState
 from rlplane.transport import MessagePublisher
 
@@ -142,26 +141,6 @@ def test_a_rate_that_makes_no_sense_is_refused(wire: Wire, snapshots: Snapshots)
     for rate in (0, -1, 1e9):
         with pytest.raises(ConfigError, match="refresh_hz"):
             MetricsPublisher(wire, snapshots, refresh_hz=rate)
-
-
-@pytest.mark.parametrize("step", ["write", "fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "final.json"
-    path.write_text("old")
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    if step == "write":
-        monkeypatch.setattr(os, "fdopen", fail)
-    else:
-        monkeypatch.setattr(os, step, fail)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(path, b"new")
-    assert [file.name for file in tmp_path.iterdir()] == ["final.json"]
-    assert path.read_text() == "old"
 
 
 def test_a_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:

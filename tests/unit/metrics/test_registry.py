@@ -321,3 +321,17 @@ def test_recording_is_an_append() -> None:
     assert isinstance(sampler._buffer, array)
     sampler.fold()
     assert (sampler.n_waiting, sampler.count) == (0, 10)
+
+
+def test_samplers_are_reached_by_name_and_labels() -> None:
+    registry = MetricsRegistry()
+    counter, series = registry.register_counter("n", {"op": "put"}), registry.register_series("t")
+    registry.increment("n", 3, {"op": "put"})
+    registry.record("t", 7)
+    assert (counter.value, series.stat().total) == (3, 7)
+    with pytest.raises(KeyError):
+        registry.increment("n")
+    with pytest.raises(ValueError, match="does not count"):
+        registry.increment("t")
+    with pytest.raises(ValueError, match="takes no values"):
+        registry.record("n", 1, {"op": "put"})

@@ -11,12 +11,17 @@ import msgspec
 import pytest
 
 from rlplane.errors import NotFoundError
-from rlplane.metrics.events import EventBatch, OpRecord, SampleLife, pack_ops
-from rlplane.metrics.ledger import RunLedger
-from rlplane.metrics.snapshot import MetricsSnapshot, MetricsSnapshotCodec, SessionState
+from rlplane.metrics.events import EventBatch, OpRecord, SampleEvent, WorkerGoodbye, pack_ops
+from rlplane.metrics.run_state import RunState
+from rlplane.metrics.snapshot import (
+    LogLine,
+    MetricsSnapshot,
+    MetricsSnapshotCodec,
+    PartitionStat,
+    SessionState,
+)
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 from rlplane.report import Report, find_report, render_html, render_text
-from rlplane.report.units import format_bytes, format_count, format_duration, format_ns
 from rlplane.transport import ZmqMessagePublisher
 
 HOSTILE = "<script>alert('x')</script>"
@@ -27,25 +32,30 @@ def snapshot(
     run_id: str = "run",
     pending: int = 0,
     partition: str = "rollouts",
+    goodbye: bool = True,
 ) -> MetricsSnapshot:
-    ledger = RunLedger(run_id)
+    run_state = RunState(run_id)
     for seq in range(1, 5):
         records = [OpRecord("put", partition, 4, 1000, 1000 * (seq + n), 0) for n in range(3)]
         records.append(OpRecord("get", partition, 1, 10, 5000, 0, "error", 0, None, "KeyError", partition))
         ids = [f"{partition}-{seq}"]
         events = [
-            SampleLife(
+            SampleEvent(
                 kind="written", partition_id=partition, sample_ids=ids, time_ns=seq, weight_versions=[seq]
             ),
-            SampleLife(kind="claimed", partition_id=partition, sample_ids=ids, time_ns=seq + 9, task="train"),
+            SampleEvent(
+                kind="claimed", partition_id=partition, sample_ids=ids, time_ns=seq + 9, task="train"
+            ),
         ]
-        ledger.take(
+        run_state.add_batch(
             EventBatch(
                 worker="w0", pid=1, host="h", seq=seq, sent_ns=0, ops=pack_ops(records)[0], events=[*events]
             )
         )
-        ledger.snapshot(SessionState.LIVE)
-    return ledger.snapshot(state, exact=state.is_final, n_pending_tasks=pending)
+        run_state.snapshot(SessionState.LIVE)
+    last = [WorkerGoodbye(0)] if goodbye else []
+    run_state.add_batch(EventBatch(worker="w0", pid=1, host="h", seq=5, sent_ns=0, events=[*last]))
+    return run_state.snapshot(state, exact=state.is_final, n_pending_tasks=pending)
 
 
 def test_it_is_complete_iff_the_run_completed_and_nothing_was_pending() -> None:
@@ -62,6 +72,13 @@ def test_it_is_complete_iff_the_run_completed_and_nothing_was_pending() -> None:
         assert not report.complete
         assert any(warning in text for text in report.warnings)
         assert "WARNING" in render_text(report)
+
+
+def test_it_is_not_complete_without_the_last_batch_of_a_worker() -> None:
+    report = Report.from_snapshot(snapshot(goodbye=False))
+    assert not report.complete
+    assert any("last events of 1 workers never came (w0)" in text for text in report.warnings)
+    assert "(incomplete)" in render_text(report)
 
 
 def test_it_is_a_pure_function_of_the_snapshot() -> None:
@@ -148,7 +165,7 @@ def test_what_comes_from_the_run_is_escaped() -> None:
 
 
 def test_an_empty_run_has_a_report_too() -> None:
-    report = Report.from_snapshot(RunLedger("empty").snapshot(SessionState.COMPLETE, exact=True))
+    report = Report.from_snapshot(RunState("empty").snapshot(SessionState.COMPLETE, exact=True))
     assert report.complete
     assert "empty" in render_text(report)
     assert "<svg" not in render_html(report)
@@ -217,8 +234,25 @@ def test_nothing_at_all_is_an_error(tmp_path: Path) -> None:
         find_report("run", final_path=tmp_path / "none.json")
 
 
-def test_numbers_are_written_as_people_read_them() -> None:
-    assert [format_ns(v) for v in (None, 7, 812_345, 1_250_000_000)] == ["–", "7 ns", "812 µs", "1.25 s"]
-    assert [format_bytes(v) for v in (512, 13.2 * 2**20, 3 * 2**50)] == ["512 B", "13.2 MiB", "3072 TiB"]
-    assert [format_count(v) for v in (0, 1234567, 0.5, 1234.5)] == ["0", "1,234,567", "0.50", "1,234"]
-    assert [format_duration(v) for v in (42.13, 185, 7800)] == ["42.1 s", "3 min 05 s", "2 h 10 min"]
+def test_a_partition_that_nobody_tracks_shows_dashes() -> None:
+    snapshot = MetricsSnapshot(
+        run_id="r",
+        state=SessionState.LIVE,
+        seq=1,
+        time_ns=0,
+        monotonic_ns=0,
+        partitions=[
+            PartitionStat("reported", samples=3, bytes=12, reported=True, tracked=False),
+            PartitionStat("unknown", tracked=False),
+        ],
+    )
+    rows = [line.split() for line in render_text(Report.from_snapshot(snapshot)).splitlines()]
+    assert ["reported", "3", "0", "12", "B", "0", "B", "–", "–", "–", "–"] in rows
+    assert ["unknown", *["–"] * 8] in rows
+
+
+def test_the_report_has_no_more_than_a_screenful_of_log() -> None:
+    lines = [LogLine(number, "error", f"message {number:03}") for number in range(100)]
+    report = Report(run_id="r", state=SessionState.COMPLETE, complete=True, exact=True, log=lines)
+    for text in (render_text(report), render_html(report)):
+        assert text.count("message ") == 20 and "message 099" in text

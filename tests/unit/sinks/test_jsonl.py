@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from rlplane.sinks.jsonl import JsonlSink, read_records, record_files
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
-def records(*numbers: int) -> list[dict]:
+def records(*numbers: int) -> list[dict[str, Any]]:
     return [{"kind": "op", "n": number, "text": "x" * 20} for number in numbers]
 
 
@@ -142,6 +143,7 @@ def test_a_writer_that_is_killed_leaves_complete_records(tmp_path):
     process.start()
     while not (tmp_path / "e.jsonl.3").exists():
         time.sleep(0.001)
+    assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     JsonlSink(path).close()

@@ -12,6 +12,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_sinks_load_no_torch():
 def test_logging_writes_one_line_per_operation_and_failures_as_warnings(observe, caplog):
     caplog.set_level(logging.INFO, logger="rlplane.events")
     observe("logging")
-    lines = [record for record in caplog.records if record.name == "rlplane.events"]
+    lines = [record for record in caplog.records if record.getMessage().startswith("op=")]
     assert len(lines) == 7
     assert "op=put partition=rollouts task=- keys=2 bytes=32" in lines[1].getMessage()
     assert lines[4].levelno == logging.WARNING and "MissingDataError" in lines[4].getMessage()
@@ -214,7 +215,7 @@ def test_wandb_uses_the_run_that_is_there_and_leaves_its_steps_alone(observe, tm
     run = wandb.init(mode="offline", project="test", dir=str(tmp_path))
     observe("wandb")
     assert wandb.run is run
-    assert run.step == 0
+    assert run is not None and run.step == 0
     run.log({"loss": 1.0})
     run.finish()
     values = wandb_history(tmp_path)
@@ -222,10 +223,11 @@ def test_wandb_uses_the_run_that_is_there_and_leaves_its_steps_alone(observe, tm
     assert values["rlplane/bytes_outstanding"] == 16
 
 
-def wandb_history(directory) -> dict:
+def wandb_history(directory) -> dict[str, Any]:
     """What an offline run has on disk. wandb may write the end of it after ``finish`` has returned."""
     (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    deadline, records = time.monotonic() + 60, []
+    deadline = time.monotonic() + 60
+    records: list[Any] = []
     while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, "the run's file has no end"
         records = wandb_records(path.read_bytes())
@@ -236,7 +238,7 @@ def wandb_history(directory) -> dict:
     }
 
 
-def wandb_records(data: bytes) -> list:
+def wandb_records(data: bytes) -> list[Any]:
     """The messages in a log of LevelDB's format."""
     from wandb.proto import wandb_internal_pb2
 
@@ -448,7 +450,7 @@ def test_the_same_pid_on_two_hosts_is_two_processes():
     assert len({event["pid"] for event in events if event["ph"] == "X"}) == 2
 
 
-def check_trace(trace: dict) -> None:
+def check_trace(trace: dict[str, Any]) -> None:
     """The rules of the trace event format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
     named = set()
     for event in trace["traceEvents"]:
@@ -466,13 +468,13 @@ def check_trace(trace: dict) -> None:
 
 
 def test_what_an_aggregator_wrote_down_makes_a_trace_too(tmp_path):
+    from rlplane.metrics.event_logger import EventLoggerService
     from rlplane.metrics.events import EventBatch, OpRecord, pack_ops
-    from rlplane.metrics.journal import EventJournal
 
     ops, _ = pack_ops([OpRecord("put", "p", 2, 32, 1500, 10_000, thread_id=5)])
-    journal = EventJournal(tmp_path / "events.jsonl")
-    journal.write(EventBatch(worker="w0", pid=7, host="h", seq=1, sent_ns=0, ops=ops))
-    journal.close()
+    event_logger = EventLoggerService(tmp_path / "events.jsonl")
+    event_logger.write(EventBatch(worker="w0", pid=7, host="h", seq=1, sent_ns=0, ops=ops))
+    event_logger.close()
     assert write_trace([tmp_path / "events.jsonl"], tmp_path / "trace.json") == 1
     trace = json.loads((tmp_path / "trace.json").read_text())
     check_trace(trace)

@@ -2,19 +2,21 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from tests.simulated_run import SimulatedRun
 from textual.pilot import Pilot
 from textual.widgets import Static, TabbedContent
 
 from rlplane.metrics.snapshot import MetricsSnapshot, SessionState
-from rlplane.testing.pictures import PicturedRun
 from rlplane.tui.app import TopApp
 from rlplane.tui.header import RunHeader
+from rlplane.tui.live_table import LiveTable
 from rlplane.tui.screens import KeysScreen, PartitionScreen, ReportScreen
 from rlplane.tui.sparks import bar, spark
-from rlplane.tui.table import LiveTable
 from rlplane.viewing.feed import FeedStatus
 
 SIZE = (140, 40)
@@ -26,7 +28,7 @@ class HandFeed:
     def __init__(self) -> None:
         self.latest: MetricsSnapshot | None = None
         self.version = 0
-        self.now = FeedStatus("searching", "no run found on this machine yet; looking for one")
+        self.now = FeedStatus("searching", "no run found on this machine yet")
 
     def status(self) -> FeedStatus:
         return self.now
@@ -72,14 +74,14 @@ async def test_without_a_run_it_says_that_it_looks_for_one(feed: HandFeed) -> No
 
 
 async def test_a_snapshot_fills_header_operations_partitions_and_workers(feed: HandFeed) -> None:
-    run = PicturedRun(slow_task="logprob", workers=6)
+    run = SimulatedRun(slow_task="logprob", workers=6)
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(5):
             feed.give(run.step())
             await until(pilot, lambda: app.snapshot is feed.latest, "drawing")
         head = text_of(app.query_one(RunHeader))
-        assert "LIVE" in head and "pictured-run" in head and "6/6 workers" in head and "healthy" in head
+        assert "LIVE" in head and "simulated-run" in head and "6/6 workers" in head and "healthy" in head
         screen = shown(app)
         for word in ("put", "claim_meta", "rollouts", "logprob", "p99", "versions", "written"):
             assert word in screen
@@ -93,7 +95,7 @@ async def test_a_snapshot_fills_header_operations_partitions_and_workers(feed: H
 
 
 async def test_failures_stand_in_the_log_and_in_the_health(feed: HandFeed) -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     run.fail("ClaimTimeoutError: nothing was ready")
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
@@ -108,7 +110,7 @@ async def test_failures_stand_in_the_log_and_in_the_health(feed: HandFeed) -> No
 async def test_old_data_is_called_old(feed: HandFeed) -> None:
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
-        feed.give(PicturedRun().step())
+        feed.give(SimulatedRun().step())
         feed.now = FeedStatus("stale", "no news for 12 s", "ipc:///x", 12.0)
         await until(
             pilot, lambda: "OLD DATA: no news for 12 s" in text_of(app.query_one(RunHeader)), "the warning"
@@ -116,7 +118,7 @@ async def test_old_data_is_called_old(feed: HandFeed) -> None:
 
 
 async def test_a_pause_freezes_the_figures_until_it_ends(feed: HandFeed) -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         feed.give(run.step())
@@ -133,7 +135,7 @@ async def test_a_pause_freezes_the_figures_until_it_ends(feed: HandFeed) -> None
 async def test_keys_sort_by_every_column_and_reverse(feed: HandFeed) -> None:
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
-        feed.give(PicturedRun(workers=12).step())
+        feed.give(SimulatedRun(workers=12).step())
         await pilot.press("2")
         workers = table(app, "workers")
         await until(pilot, lambda: len(workers.rows) == 12, "drawing")
@@ -153,7 +155,7 @@ async def test_keys_sort_by_every_column_and_reverse(feed: HandFeed) -> None:
 
 
 async def test_a_filter_narrows_partitions_and_workers_and_escape_clears_it(feed: HandFeed) -> None:
-    run = PicturedRun([f"part-{number}" for number in range(20)], workers=8)
+    run = SimulatedRun([f"part-{number}" for number in range(20)], workers=8)
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         feed.give(run.step())
@@ -173,7 +175,7 @@ async def test_a_filter_narrows_partitions_and_workers_and_escape_clears_it(feed
 
 
 async def test_enter_looks_into_a_partition_and_escape_comes_back(feed: HandFeed) -> None:
-    run = PicturedRun(slow_task="logprob")
+    run = SimulatedRun(slow_task="logprob")
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         for _ in range(20):
@@ -193,14 +195,14 @@ async def test_enter_looks_into_a_partition_and_escape_comes_back(feed: HandFeed
 
 
 async def test_the_end_of_the_run_shows_its_report_once(feed: HandFeed) -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         feed.give(run.step())
         await until(pilot, lambda: app.snapshot is not None, "drawing")
         feed.give(run.step(state=SessionState.COMPLETE))
         await until(pilot, lambda: isinstance(app.screen, ReportScreen), "the report")
-        assert "Run pictured-run: COMPLETE" in shown(app)
+        assert "Run simulated-run: COMPLETE" in shown(app)
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1, "coming back")
         assert app.snapshot is not None
@@ -212,17 +214,17 @@ async def test_the_end_of_the_run_shows_its_report_once(feed: HandFeed) -> None:
 async def test_a_run_that_follows_replaces_the_one_that_ended(feed: HandFeed) -> None:
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
-        feed.give(PicturedRun(run_id="one").step(state=SessionState.INTERRUPTED))
+        feed.give(SimulatedRun(run_id="one").step(state=SessionState.INTERRUPTED))
         await until(pilot, lambda: isinstance(app.screen, ReportScreen), "the report")
         await pilot.press("q")
-        feed.give(PicturedRun(run_id="two").step())
+        feed.give(SimulatedRun(run_id="two").step())
         await until(pilot, lambda: "two" in text_of(app.screen_stack[0].query_one(RunHeader)), "the next run")
 
 
 async def test_the_cursor_stays_on_its_row_while_the_order_changes(feed: HandFeed) -> None:
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
-        feed.give(PicturedRun(workers=30).step())
+        feed.give(SimulatedRun(workers=30).step())
         await pilot.press("2")
         workers = table(app, "workers")
         await until(pilot, lambda: len(workers.rows) == 30, "drawing")
@@ -236,8 +238,10 @@ async def test_the_cursor_stays_on_its_row_while_the_order_changes(feed: HandFee
         assert workers.rows[29].stat.worker in shown(app)
 
 
-async def test_500_workers_and_200_partitions_draw_only_what_is_seen(feed: HandFeed) -> None:
-    run = PicturedRun([f"partition-{number}" for number in range(200)], workers=500)
+async def test_500_workers_and_200_partitions_draw_only_what_is_seen(
+    feed: HandFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimulatedRun([f"partition-{number}" for number in range(200)], workers=500)
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
         await pilot.press("2")
@@ -250,7 +254,7 @@ async def test_500_workers_and_200_partitions_draw_only_what_is_seen(feed: HandF
             drawn += 1
             return line(*arguments)
 
-        workers._line = counting  # type: ignore[method-assign]
+        monkeypatch.setattr(workers, "_line", counting)
         feed.give(run.step())
         await until(pilot, lambda: len(workers.rows) == 500, "drawing")
         assert len(table(app, "partitions").rows) == 200
@@ -266,7 +270,7 @@ async def test_names_cannot_move_the_cursor_or_paint_the_screen(feed: HandFeed) 
     evil = "\x1b[31m[bold]evil[/]\r\n"
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=SIZE) as pilot:
-        feed.give(PicturedRun([evil], run_id=evil).step())
+        feed.give(SimulatedRun([evil], run_id=evil).step())
         await until(pilot, lambda: app.snapshot is not None, "drawing")
         screen = shown(app)
         assert "[bold]evil[/]" in screen
@@ -280,7 +284,7 @@ async def test_names_cannot_move_the_cursor_or_paint_the_screen(feed: HandFeed) 
 async def test_it_fits_terminals_of_any_size(feed: HandFeed, size: tuple[int, int]) -> None:
     app = TopApp(feed)  # type: ignore[arg-type]
     async with app.run_test(size=size) as pilot:
-        feed.give(PicturedRun().step())
+        feed.give(SimulatedRun().step())
         await until(pilot, lambda: app.snapshot is not None, "drawing")
         assert "LIVE" in shown(app)
         assert table(app, "partitions").size.height >= 1
@@ -308,3 +312,31 @@ def test_sparks_and_bars_are_as_wide_as_asked() -> None:
     assert spark([None, 5.0], 2) == " █"
     assert spark([], 3) == "   "
     assert bar(0.5, 4) == "██  " and bar(None, 3) == "   " and bar(7.0, 3) == "███"
+
+
+async def test_a_timer_that_fires_after_the_end_finds_nothing_to_draw(feed: HandFeed) -> None:
+    app = TopApp(feed)  # type: ignore[arg-type]
+    async with app.run_test(size=SIZE):
+        pass
+    assert not app.screen_stack
+    feed.give(SimulatedRun(workers=2).step())
+    app._refresh_from_feed()
+    assert app.snapshot is None
+
+
+async def test_finished_runs_stand_beside_the_live_one(
+    feed: HandFeed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "runs" / "yesterday"
+    directory.mkdir(parents=True)
+    final = SimulatedRun(run_id="yesterday", workers=2).step(10.0, SessionState.COMPLETE)
+    (directory / "final_snapshot.json").write_bytes(msgspec.json.encode(final))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlplane.viewing.runs.list_finished", list)  # other tests have runs too
+    app = TopApp(feed)  # type: ignore[arg-type]
+    async with app.run_test(size=SIZE) as pilot:
+        feed.give(SimulatedRun().step())
+        await until(pilot, lambda: app.snapshot is feed.latest, "drawing")
+        await pilot.press("h")
+        await until(pilot, lambda: "yesterday" in shown(app), "the finished run")
+        assert "simulated-run" in shown(app) and "COMPLETE" in shown(app) and "LIVE" in shown(app)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.errors import ConfigError
 from rlplane.metrics.discovery import RunInfo, announce, withdraw
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun, PictureServer
 from rlplane.viewing.feed import RunFeed, read_run
 
 
@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def info(address: str, run: PicturedRun, started_ns: int, out_dir: str = "") -> RunInfo:
+def info(address: str, run: SimulatedRun, started_ns: int, out_dir: str = "") -> RunInfo:
     return RunInfo(run.run_id, os.getpid(), "ipc:///nowhere", address, started_ns, out_dir)
 
 
@@ -40,8 +40,8 @@ def test_without_a_run_it_searches_and_says_so() -> None:
 
 
 def test_a_run_that_is_announced_is_found_by_itself(own_machine: Path) -> None:
-    run = PicturedRun()
-    with PictureServer(f"ipc://{own_machine}/s.sock") as server, RunFeed() as feed:
+    run = SimulatedRun()
+    with SnapshotServer(f"ipc://{own_machine}/s.sock") as server, RunFeed() as feed:
         announced = announce(info(server.address, run, 1))
         server.publish(run.step())
         until(lambda: feed.latest is not None, "finding the run")
@@ -51,21 +51,21 @@ def test_a_run_that_is_announced_is_found_by_itself(own_machine: Path) -> None:
 
 def test_an_aggregator_that_restarts_at_its_address_is_followed(own_machine: Path) -> None:
     address = f"ipc://{own_machine}/s.sock"
-    run = PicturedRun()
+    run = SimulatedRun()
     with RunFeed(address) as feed:
         assert feed.status().state == "waiting"
-        with PictureServer(address) as server:
+        with SnapshotServer(address) as server:
             server.publish(run.step())
             until(lambda: feed.latest is not None, "the first picture")
-        again = PicturedRun(started_ns=run.started_ns + 5, run_id="again")
-        with PictureServer(address) as server:
+        again = SimulatedRun(started_ns=run.started_ns + 5, run_id="again")
+        with SnapshotServer(address) as server:
             server.publish(again.step())
             until(lambda: feed.latest is not None and feed.latest.run_id == "again", "the next run")
 
 
 def test_old_data_is_called_old(own_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = PicturedRun()
-    with PictureServer(f"ipc://{own_machine}/s.sock") as server, RunFeed(server.address) as feed:
+    run = SimulatedRun()
+    with SnapshotServer(f"ipc://{own_machine}/s.sock") as server, RunFeed(server.address) as feed:
         server.publish(run.step())
         until(lambda: feed.latest is not None, "the first picture")
         now = time.monotonic
@@ -76,8 +76,8 @@ def test_old_data_is_called_old(own_machine: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_aggregator_that_was_killed_is_noticed(own_machine: Path) -> None:
-    run = PicturedRun()
-    with PictureServer(f"ipc://{own_machine}/s.sock") as server:
+    run = SimulatedRun()
+    with SnapshotServer(f"ipc://{own_machine}/s.sock") as server:
         announced = announce(info(server.address, run, 1))
         with RunFeed() as feed:
             server.publish(run.step())
@@ -88,8 +88,8 @@ def test_an_aggregator_that_was_killed_is_noticed(own_machine: Path) -> None:
 
 
 def test_a_last_picture_that_was_missed_is_read_from_the_file(own_machine: Path) -> None:
-    run = PicturedRun()
-    with PictureServer(f"ipc://{own_machine}/s.sock") as server:
+    run = SimulatedRun()
+    with SnapshotServer(f"ipc://{own_machine}/s.sock") as server:
         announced = announce(info(server.address, run, 1, str(own_machine)))
         with RunFeed() as feed:
             server.publish(run.step())
@@ -102,11 +102,11 @@ def test_a_last_picture_that_was_missed_is_read_from_the_file(own_machine: Path)
 
 
 def test_a_file_of_another_run_is_never_taken_for_this_ones(own_machine: Path) -> None:
-    run, other = PicturedRun(), PicturedRun(run_id="yesterday")
+    run, other = SimulatedRun(), SimulatedRun(run_id="yesterday")
     (own_machine / "final_snapshot.json").write_bytes(
         msgspec.json.encode(other.step(state=SessionState.COMPLETE))
     )
-    with PictureServer(f"ipc://{own_machine}/s.sock") as server:
+    with SnapshotServer(f"ipc://{own_machine}/s.sock") as server:
         announced = announce(info(server.address, run, 1, str(own_machine)))
         with RunFeed() as feed:
             server.publish(run.step())
@@ -117,8 +117,8 @@ def test_a_file_of_another_run_is_never_taken_for_this_ones(own_machine: Path) -
 
 
 def test_after_the_end_the_next_run_is_followed(own_machine: Path) -> None:
-    first, second = PicturedRun(run_id="first"), PicturedRun(run_id="second")
-    one, two = (PictureServer(f"ipc://{own_machine}/{name}.sock") for name in ("one", "two"))
+    first, second = SimulatedRun(run_id="first"), SimulatedRun(run_id="second")
+    one, two = (SnapshotServer(f"ipc://{own_machine}/{name}.sock") for name in ("one", "two"))
     with one, two:
         announced = announce(info(one.address, first, 1))
         with RunFeed() as feed:
@@ -132,7 +132,7 @@ def test_after_the_end_the_next_run_is_followed(own_machine: Path) -> None:
 
 
 def test_a_finished_runs_directory_is_shown_as_it_ended(tmp_path: Path) -> None:
-    final = PicturedRun().step(state=SessionState.COMPLETE)
+    final = SimulatedRun().step(state=SessionState.COMPLETE)
     (tmp_path / "final_snapshot.json").write_bytes(msgspec.json.encode(final))
     with RunFeed(str(tmp_path)) as feed:
         assert feed.latest == final

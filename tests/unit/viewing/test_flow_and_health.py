@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.simulated_run import SimulatedRun
 
 from rlplane.metrics.snapshot import (
     CounterStat,
@@ -11,7 +12,6 @@ from rlplane.metrics.snapshot import (
     TaskStat,
     WorkerStat,
 )
-from rlplane.testing.pictures import PicturedRun
 from rlplane.viewing.flow import PRODUCERS, flows, partition_flow
 from rlplane.viewing.health import findings, health
 
@@ -56,12 +56,51 @@ def test_a_backlog_of_less_than_a_second_is_no_holdup() -> None:
     assert holdup(TaskStat("reward", 60, 9, 0), TaskStat("train", 0, 9, 1)) is None
 
 
+def test_tasks_that_wait_for_the_rest_of_a_batch_wait_for_the_producers() -> None:
+    assert holdup(TaskStat("reward", 3, 9, 1, wanted=8), TaskStat("train", 0, 9, 2, wanted=8)) == PRODUCERS
+
+
+def test_a_task_that_waits_for_admission_does_not_wait_for_the_producers() -> None:
+    assert holdup(TaskStat("rollout", 64, 9, 1, wanted=8), TaskStat("train", 0, 9, 2, wanted=8)) is None
+
+
+def chain(**ready: int) -> list[TaskStat]:
+    """Three tasks, each of which needs what the one before writes; registered in another order."""
+    needs = {"train": "logprobs", "rollout": "prompt", "logprob": "tokens"}
+    writes = {"train": [], "rollout": ["tokens"], "logprob": ["logprobs", "tokens"]}
+    return [
+        TaskStat(task, ready.get(task, 0), 0, int(task not in ready), [field], "", writes[task], 8)
+        for task, field in needs.items()
+    ]
+
+
+def test_stages_come_in_the_order_in_which_the_data_passes_them() -> None:
+    picture = partition_flow(snapshot_of(*chain()), "p")
+    assert picture is not None
+    assert [(task.task, task.stage, task.after) for task in picture.tasks] == [
+        ("rollout", 0, []),
+        ("logprob", 1, ["rollout"]),
+        ("train", 2, ["logprob"]),
+    ]
+
+
+@pytest.mark.parametrize("slow", ["rollout", "logprob", "train"])
+def test_the_slow_stage_of_a_chain_is_named_wherever_it_is(slow: str) -> None:
+    assert holdup(*chain(**{slow: 300})) == slow
+
+
+def test_tasks_that_need_each_others_fields_still_have_a_place() -> None:
+    tasks = [TaskStat("a", 0, 0, 0, ["x"], "", ["y"]), TaskStat("b", 0, 0, 0, ["y"], "", ["x"])]
+    picture = partition_flow(snapshot_of(*tasks), "p")
+    assert picture is not None and {task.task for task in picture.tasks} == {"a", "b"}
+
+
 def test_an_engine_that_reports_nothing_is_not_judged() -> None:
     assert holdup(TaskStat("train", None, 9, None)) is None
 
 
 def test_rates_of_a_flow_are_those_of_its_counters() -> None:
-    snapshot = PicturedRun(slow_task="logprob").step()
+    snapshot = SimulatedRun(slow_task="logprob").step()
     picture = partition_flow(snapshot, "rollouts")
     assert picture is not None
     assert picture.write_rate == pytest.approx(snapshot.rate("samples_written", partition="rollouts"))
@@ -74,12 +113,12 @@ def test_rates_of_a_flow_are_those_of_its_counters() -> None:
 
 
 def test_a_quiet_run_is_healthy() -> None:
-    assert findings(PicturedRun(capacity_samples=None).step()) == []
+    assert findings(SimulatedRun(capacity_samples=None).step()) == []
     assert health([]) == "ok"
 
 
 def test_failures_that_go_on_are_an_error_and_past_ones_a_warning() -> None:
-    snapshot = PicturedRun().step()
+    snapshot = SimulatedRun().step()
     failing = msgspec.structs.replace(
         snapshot, metrics=[*snapshot.metrics, CounterStat("op_failures", 1, {"op": "put"}, 2.0)]
     )

@@ -1,11 +1,13 @@
 """Percentiles of what came between two snapshots."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from tests.simulated_run import series_of
 
 from rlplane.metrics.registry import MetricsRegistry
 from rlplane.metrics.snapshot import GRIDS
-from rlplane.testing.pictures import series_of
 from rlplane.viewing.grid import full_counts, percentile, subtract, sum_counts
 
 
@@ -36,7 +38,7 @@ def test_an_aggregators_series_carry_the_same_counts_as_the_values_give() -> Non
 def test_percentiles_stay_within_their_bucket() -> None:
     values = np.random.default_rng(2).lognormal(13, 0.6, 20_000)
     counts = full_counts(series_of("op_latency", values))
-    found = [percentile(counts, "ns", share) for share in (0.5, 0.9, 0.99)]
+    found: list[Any] = [percentile(counts, "ns", share) for share in (0.5, 0.9, 0.99)]
     true = np.quantile(values, (0.5, 0.9, 0.99))
     assert np.digitize(found, GRIDS["ns"]).tolist() == np.digitize(true, GRIDS["ns"]).tolist()
 

@@ -1,14 +1,14 @@
 """The bounded past of a run."""
 
 import pytest
+from tests.simulated_run import SimulatedRun
 
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun
 from rlplane.viewing.history import ALL_OPS, History
 
 
 def test_what_happened_before_the_viewer_came_is_taken_from_the_timeline() -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     for _ in range(20):
         snapshot = run.step()
     history = History()
@@ -20,7 +20,7 @@ def test_what_happened_before_the_viewer_came_is_taken_from_the_timeline() -> No
 
 
 def test_a_point_has_the_rates_and_percentiles_of_its_own_seconds() -> None:
-    run = PicturedRun()
+    run = SimulatedRun()
     history = History()
     history.add(run.step())
     before = run.step()
@@ -41,7 +41,7 @@ def test_a_point_has_the_rates_and_percentiles_of_its_own_seconds() -> None:
 
 
 def test_snapshots_that_come_faster_than_the_interval_are_passed_over() -> None:
-    run, history = PicturedRun(), History(interval_s=1.0)
+    run, history = SimulatedRun(), History(interval_s=1.0)
     history.add(run.step())
     assert history.add(run.step(0.25)) is None
     assert history.add(run.step(0.25)) is None
@@ -49,13 +49,13 @@ def test_snapshots_that_come_faster_than_the_interval_are_passed_over() -> None:
 
 
 def test_the_last_snapshot_of_a_run_always_makes_a_point() -> None:
-    run, history = PicturedRun(), History(interval_s=1.0)
+    run, history = SimulatedRun(), History(interval_s=1.0)
     history.add(run.step())
     assert history.add(run.step(0.1, SessionState.COMPLETE)) is not None
 
 
 def test_old_points_are_merged_and_nothing_is_lost_from_the_totals() -> None:
-    run, history = PicturedRun(), History(max_points=32)
+    run, history = SimulatedRun(), History(max_points=32)
     first = run.step()
     history.add(first)
     for _ in range(300):
@@ -73,7 +73,7 @@ def test_old_points_are_merged_and_nothing_is_lost_from_the_totals() -> None:
 
 def test_another_run_starts_over() -> None:
     history = History()
-    first, second = PicturedRun(run_id="one"), PicturedRun(run_id="two")
+    first, second = SimulatedRun(run_id="one"), SimulatedRun(run_id="two")
     for _ in range(5):
         history.add(first.step())
     history.add(second.step())
@@ -82,15 +82,15 @@ def test_another_run_starts_over() -> None:
 
 def test_an_aggregator_that_restarted_under_the_same_name_starts_over() -> None:
     history = History()
-    run = PicturedRun()
+    run = SimulatedRun()
     for _ in range(5):
         history.add(run.step())
-    history.add(PicturedRun(started_ns=run.started_ns + 10**9).step())
+    history.add(SimulatedRun(started_ns=run.started_ns + 10**9).step())
     assert len(history.points) == 1
 
 
 def test_columns_are_cut_to_the_span_and_to_the_number_asked_for() -> None:
-    run, history = PicturedRun(), History()
+    run, history = SimulatedRun(), History()
     for _ in range(100):
         history.add(run.step())
     columns = history.columns(start_s=50, end_s=90, max_points=15)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun, PictureServer
 from rlplane.viewing.feed import RunFeed
 from rlplane.web.app import DashboardServer, listen
 
@@ -21,8 +21,8 @@ EVIL = "<script>alert(1)</script>"
 class Stage:
     """A run that is published, the feed that follows it, and how to ask the page's server."""
 
-    run: PicturedRun
-    server: PictureServer
+    run: SimulatedRun
+    server: SnapshotServer
     feed: RunFeed
     serve: Callable[..., httpx.Client]
 
@@ -53,10 +53,10 @@ def serving(feed: RunFeed, token: str | None) -> Iterator[httpx.Client]:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     with ExitStack() as stack:
-        server = stack.enter_context(PictureServer(f"ipc://{tmp_path}/s.sock"))
+        server = stack.enter_context(SnapshotServer(f"ipc://{tmp_path}/s.sock"))
         feed = stack.enter_context(RunFeed(server.address))
         yield Stage(
-            PicturedRun([EVIL, "weights"]),
+            SimulatedRun([EVIL, "weights"]),
             server,
             feed,
             lambda token=None: stack.enter_context(serving(feed, token)),

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import msgspec
+from tests.simulated_run import SimulatedRun
 
 from rlplane.metrics.snapshot import SessionState
-from rlplane.testing.pictures import PicturedRun
 from rlplane.viewing.feed import FeedStatus
 from rlplane.web.app import static_directory
 from rlplane.web.view import make_view
@@ -30,12 +30,12 @@ def test_before_the_first_picture_it_says_what_it_waits_for(stage: Any, client: 
 def test_the_view_has_what_the_page_draws(stage: Any, client: httpx.Client) -> None:
     stage.publish()
     view = client.get("/api/view").json()
-    assert view["run"]["id"] == "pictured-run" and view["feed"]["state"] == "live"
+    assert view["run"]["id"] == "simulated-run" and view["feed"]["state"] == "live"
     assert {op["op"] for op in view["ops"]} == {"put", "claim_meta", "get_data", "clear"}
     assert sum(view["ops"][0]["latency"]["counts"]) == view["ops"][0]["latency"]["count"]
     assert {flow["partition"] for flow in view["flows"]} == {EVIL, "weights"}
     assert view["totals"]["workers"] == 4
-    assert [claim["task"] for claim in view["lives"]["finished"][0]["claims"]] == [
+    assert [claim["task"] for claim in view["lifecycle"]["finished"][0]["claims"]] == [
         "reward",
         "logprob",
         "train",
@@ -63,7 +63,7 @@ def test_events_begin_with_the_picture_of_now_and_go_on_with_new_ones(
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = parsed_events(answer)
         name, view = next(events)
-        assert (name, view["run"]["id"], view["run"]["seq"]) == ("view", "pictured-run", 1)
+        assert (name, view["run"]["id"], view["run"]["seq"]) == ("view", "simulated-run", 1)
         stage.publish(2.0)
         name, view = next(event for event in events if event[0] == "view" and event[1]["run"]["seq"] == 2)
         assert view["points"]["seconds"] == [2.0]
@@ -82,9 +82,9 @@ def test_the_report_is_one_file_without_a_script_and_with_names_escaped(
     stage: Any, client: httpx.Client
 ) -> None:
     stage.publish(state=SessionState.COMPLETE)
-    answer = client.get("/report/pictured-run.html?download")
+    answer = client.get("/report/simulated-run.html?download")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert answer.headers["content-disposition"] == 'attachment; filename="rlplane-pictured-run.html"'
+    assert answer.headers["content-disposition"] == 'attachment; filename="rlplane-simulated-run.html"'
     assert "script-src" not in answer.headers["content-security-policy"]
     assert EVIL not in answer.text and "&lt;script&gt;" in answer.text
     assert not re.search(r"<script|<link|<img[^>]+src=\"http|@import", answer.text)
@@ -94,10 +94,10 @@ def test_the_report_of_a_finished_run_stays_when_the_next_one_is_shown(
     stage: Any, client: httpx.Client
 ) -> None:
     stage.publish(state=SessionState.COMPLETE)
-    stage.run = PicturedRun(run_id="next", started_ns=stage.run.started_ns + 1)
+    stage.run = SimulatedRun(run_id="next", started_ns=stage.run.started_ns + 1)
     stage.publish()
     assert client.get("/api/view").json()["run"]["id"] == "next"
-    assert "COMPLETE" in client.get("/report/pictured-run.html").text
+    assert "COMPLETE" in client.get("/report/simulated-run.html").text
     assert client.get("/report/nobody.html").status_code == 404
 
 
@@ -157,6 +157,6 @@ def test_the_wheel_ships_the_page() -> None:
 
 
 def test_the_view_of_a_large_run_stays_small() -> None:
-    run = PicturedRun([f"partition-{number}" for number in range(200)], workers=500)
+    run = SimulatedRun([f"partition-{number}" for number in range(200)], workers=500)
     view = make_view(run.step(), FeedStatus("live", "live"))
     assert len(msgspec.json.encode(view)) < 400_000

@@ -1,7 +1,9 @@
 """Starting a plane on Ray, finding one that runs, and ending what was started.
 
-A plane is a handful of Ray actors in one namespace: TransferQueue's controller, storage units, the control
-actor and, for Mooncake, its master. They belong to the process that started them: Ray ends them with it.
+A plane is a handful of Ray actors in one namespace: TransferQueue's controller and storage units, the actor
+that the control service runs in and, for Mooncake, its master. They belong to the process that started them:
+Ray ends them with it. TransferQueue's controller is there for programs that speak TransferQueue themselves;
+nothing of ours asks it.
 """
 
 from __future__ import annotations
@@ -9,30 +11,38 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
+import tempfile
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rlplane.adapters.transfer_queue.control import Control
-from rlplane.adapters.transfer_queue.mooncake import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
-from rlplane.adapters.transfer_queue.network import _get_local_node_ip, set_mooncake_environment
+from rlplane.adapters.client import DEFAULT_ACK_TIMEOUT_MS
 from rlplane.adapters.transfer_queue.runtime_env import _patch_tq_actor_runtime_env
-from rlplane.adapters.transfer_queue.storage import MooncakeStorage, SimpleStorage, Storage
+from rlplane.adapters.transfer_queue.service import ServiceActor
 from rlplane.errors import ConfigError, MissingExtraError, PlaneConnectionError
-from rlplane.interfaces import DataPlaneConfig
+from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneConfig
+from rlplane.storage.chunks import ChunkStore
+from rlplane.storage.mooncake.network import (
+    _get_local_node_ip,
+    _mooncake_transport_config,
+    set_mooncake_environment,
+)
+from rlplane.storage.mooncake.processes import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
+from rlplane.storage.mooncake.store import MooncakeStore
+from rlplane.storage.transfer_queue.units import StorageUnits
 
-__all__ = ["ControlActor", "Plane", "_connect_existing", "_init_tq", "open_storage"]
+__all__ = ["Plane", "_connect_existing", "_init_tq", "open_store"]
 
 # TransferQueue's own names, so that its tools find the controller where they look for it.
 NAMESPACE = "transfer_queue"
 CONTROLLER = "TransferQueueController"
 UNIT = "TransferQueueStorageUnit#{}"
-CONTROL = "rlplane.control"
+MASTER = "rlplane.mooncake_master"
+SERVICE = "rlplane.control"
 
-ADDRESS_VARIABLE = "RLPLANE_CONTROLLER_ADDRESS"
-DEFAULT_ACK_TIMEOUT_MS = 30_000
 # What decides how a plane is made; two processes that disagree about it cannot share one.
 _PLANE_KEYS = ("backend", "storage_capacity", "num_storage_units", "global_segment_size")
 _PLANE_OPTIONS = ("mooncake_protocol", "mooncake_device", "mooncake_master_port")
@@ -40,18 +50,69 @@ _PLANE_OPTIONS = ("mooncake_protocol", "mooncake_device", "mooncake_master_port"
 
 @dataclass
 class Plane:
-    """A running plane, and what of it this process started."""
+    """A running plane, and what of it this process started.
+
+    ``stores`` is what a client of the storage needs to know; ``service`` is the address of the control
+    service and the token that it asks for; ``config`` is what the plane was made from.
+    """
 
     namespace: str
     backend: str
-    tq: dict[str, Any]
-    controller: Any
-    control: Any
-    units: list[Any]
-    master: Any = None
+    config: dict[str, Any]
+    stores: dict[str, Any]
+    service: dict[str, str] = field(repr=False)  # it has the token, which belongs into no log
+    actor: Any
+    # Where the actors of the storage are: handles of them would not survive a restart of the service's actor.
+    home: str
+    journal_dir: str = ""
     started: list[Any] = field(default_factory=list)
     started_ray: bool = False
     set_address: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """What others need to know of it, to serve it or to join."""
+        names = ("namespace", "backend", "config", "stores", "service", "home", "journal_dir")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def units(self) -> list[Any]:
+        """The actors of the storage units."""
+        return [self._storage_actor(UNIT.format(rank)) for rank in range(self.config["num_storage_units"])]
+
+    @property
+    def master(self) -> Any:
+        """The actor of Mooncake's master; None where there is none."""
+        return self._storage_actor(MASTER) if self.backend == "mooncake_cpu" else None
+
+    def check_alive(self, names: Sequence[str], timeout_s: float) -> None:
+        """Raise when one of these actors has died. One that only does not answer may be busy."""
+        ray = _ray()
+        for name in names:
+            try:
+                actor = self._storage_actor(name)
+                ray.get(actor.get_zmq_server_info.remote(), timeout=max(0.5, min(timeout_s, 5.0)))
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except (ValueError, ray.exceptions.RayError) as error:
+                raise PlaneConnectionError(f"{name} has died: {str(error).splitlines()[0]}") from error
+
+    def _storage_actor(self, name: str) -> Any:
+        ray = _ray()
+        if not ray.is_initialized():
+            raise PlaneConnectionError("Ray was shut down under this client")
+        return ray.get_actor(name, namespace=self.home)
+
+    def find_service(self) -> tuple[str, str]:
+        """Where the control service is now, and the token that it asks for. Ray starts it again when it
+        dies."""
+        ray = _ray()
+        if not ray.is_initialized():
+            raise ConnectionError("Ray was shut down under this client")
+        try:
+            self.service = ray.get(self.actor.describe.remote(), timeout=5.0)["service"]
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(f"the actor of the control service does not answer: {error}") from error
+        return self.service["address"], self.service["token"]
 
     def end(self) -> None:
         """End the actors, the Mooncake master and the Ray that this process started, and only those."""
@@ -59,10 +120,9 @@ class Plane:
 
         if self.started:
             with contextlib.suppress(Exception):
-                ray.get(self.control.close.remote(), timeout=5)
-            if self.master is not None:
-                with contextlib.suppress(Exception):
-                    ray.get(self.master.stop.remote(), timeout=10)
+                ray.get(self.actor.close.remote(), timeout=5)
+            with contextlib.suppress(Exception):
+                ray.get(self.master.stop.remote(), timeout=10)
         for actor in reversed(self.started):
             with contextlib.suppress(Exception):
                 ray.kill(actor)
@@ -128,11 +188,11 @@ def _connect_existing(cfg: DataPlaneConfig) -> Plane:
 def _find(cfg: DataPlaneConfig) -> Plane | None:
     ray = _ray()
     try:
-        control = ray.get_actor(CONTROL, namespace=namespace(cfg))
+        actor = ray.get_actor(SERVICE, namespace=namespace(cfg))
     except ValueError:
         return None
     try:
-        found = ray.get(control.describe.remote(), timeout=ack_timeout_s(cfg))
+        found = ray.get(actor.describe.remote(), timeout=ack_timeout_s(cfg))
     except ray.exceptions.GetTimeoutError:
         raise PlaneConnectionError(
             f"the plane in the Ray namespace {namespace(cfg)!r} did not answer "
@@ -141,11 +201,11 @@ def _find(cfg: DataPlaneConfig) -> Plane | None:
     except ray.exceptions.RayError:
         # It died between the two calls.
         return None
-    return Plane(namespace(cfg), **found, control=control)
+    return Plane(**found, actor=actor)
 
 
 def _refuse_another_config(cfg: DataPlaneConfig, plane: Plane) -> None:
-    running = plane.tq["config"]
+    running = plane.config
     wanted = plane_config(cfg)
     lines = [
         f"  {key}: it has {running.get(key)!r}, this config says {wanted[key]!r}"
@@ -161,11 +221,9 @@ def _refuse_another_config(cfg: DataPlaneConfig, plane: Plane) -> None:
 
 def plane_config(cfg: DataPlaneConfig) -> dict[str, Any]:
     """The part of a config that a plane is made from."""
-    mooncake = cfg["backend"] == "mooncake_cpu"
-    options = _options(cfg) if mooncake else {}
-    keys = [key for key in _PLANE_KEYS if mooncake or key != "global_segment_size"]
+    options = _options(cfg) if cfg["backend"] == "mooncake_cpu" else {}
     return {
-        **{key: cfg[key] for key in keys},  # type: ignore[literal-required]
+        **{key: cfg[key] for key in _PLANE_KEYS},  # type: ignore[literal-required]
         **{f"transfer_queue.{key}": options[key] for key in _PLANE_OPTIONS if options.get(key) is not None},
     }
 
@@ -192,24 +250,32 @@ class _Start:
             return self._lost_the_race()
         self._actors.append(controller)
         mooncake = self._cfg["backend"] == "mooncake_cpu"
-        master = None
         if mooncake:
-            master = self._actor(MooncakeMaster, servers)(
+            master = self._actor(MooncakeMaster, {**servers, "name": MASTER})(
                 self._options.get("node_ip"), self._options.get("mooncake_master_port")
             )
-            units, backend = self._mooncake_units(master, servers)
+            units, stores = self._mooncake_units(master, servers)
         else:
             units = self._simple_units(servers)
         infos = self._get([actor.get_zmq_server_info.remote() for actor in [controller, *units]])
         if not mooncake:
-            backend = {"zmq_info": dict(enumerate(infos[1:]))}
-        tq = {"controller": infos[0], "backend": backend, "config": plane_config(self._cfg)}
-        control = self._actor(ControlActor, {**servers, "name": CONTROL, "max_concurrency": 2})(
-            dict(self._cfg), tq, controller, units, master
+            stores = {"zmq_info": dict(enumerate(infos[1:]))}
+        plane = Plane(
+            self._namespace,
+            self._cfg["backend"],
+            plane_config(self._cfg),
+            stores,
+            {},
+            None,
+            self._namespace,
         )
-        self._get([control.describe.remote()])
-        self._store_config(controller, tq)
-        plane = Plane(self._namespace, self._cfg["backend"], tq, controller, control, units, master)
+        if self._cfg.get("journal") is not False:
+            files = self._cfg.get("journal_dir") or tempfile.gettempdir()
+            plane.journal_dir = str(Path(files) / f"rlplane-{secrets.token_hex(16)}")
+        options = {**servers, "name": SERVICE, "max_restarts": -1}
+        plane.actor = self._actor(ServiceActor, options)(dict(self._cfg), plane.describe())
+        plane.service = self._get([plane.actor.describe.remote()])[0]["service"]
+        self._store_config(controller, infos[0], stores)
         plane.started = list(self._actors)
         return plane
 
@@ -231,7 +297,7 @@ class _Start:
     def _simple_units(self, servers: Mapping[str, Any]) -> list[Any]:
         from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
-        # Capacity is the control actor's business: a unit counts chunks, not samples.
+        # Capacity is the control service's business: a unit counts chunks, not samples.
         config = {"total_storage_size": None, "num_data_storage_units": self._cfg["num_storage_units"]}
         units = []
         for rank, strategy in enumerate(self._places()):
@@ -259,15 +325,15 @@ class _Start:
 
         return list(get_node_round_robin_scheduling_strategies(self._cfg["num_storage_units"]))
 
-    def _store_config(self, controller: Any, tq: dict[str, Any]) -> None:
+    def _store_config(self, controller: Any, info: Any, stores: dict[str, Any]) -> None:
         """Leave the config where TransferQueue's own clients look for it, so that they can join too."""
         from omegaconf import OmegaConf
 
         name = "MooncakeStore" if self._cfg["backend"] == "mooncake_cpu" else "SimpleStorage"
         conf = OmegaConf.create(
             {
-                "controller": {"zmq_info": tq["controller"], "polling_mode": True},
-                "backend": {"storage_backend": name, name: dict(tq["backend"])},
+                "controller": {"zmq_info": info, "polling_mode": True},
+                "backend": {"storage_backend": name, name: dict(stores)},
             },
             flags={"allow_objects": True},
         )
@@ -306,79 +372,51 @@ class _Start:
         )
 
 
-class ControlActor(Control):
-    """The control state as a Ray actor, with a client of TransferQueue to get and clear rows."""
-
-    def __init__(
-        self, cfg: dict[str, Any], tq: dict[str, Any], controller: Any, units: list[Any], master: Any
-    ) -> None:
-        config: DataPlaneConfig = cfg  # type: ignore[assignment]
-        self._parts = {"tq": tq, "controller": controller, "units": units, "master": master}
-        self._backend = config["backend"]
-        self._storage = open_storage(config, tq, controller, units)
-        mooncake = self._backend == "mooncake_cpu"
-        super().__init__(
-            config["storage_capacity"],
-            config["global_segment_size"] * config["num_storage_units"] if mooncake else None,
-            self._storage.allocate,
-            self._storage.discard,
-            client_timeout_s=float(cfg.get("client_timeout_s") or 2.0),
-            listen_ip=_listen_ip(config),
-        )
-
-    def describe(self) -> dict[str, Any]:
-        """What a client needs to join."""
-        return {**self._parts, "backend": self._backend}
-
-    def pid(self) -> int:
-        """This actor's process."""
-        return os.getpid()
-
-
-def open_storage(cfg: DataPlaneConfig, tq: dict[str, Any], controller: Any, units: list[Any]) -> Storage:
-    """A client of TransferQueue for this process."""
+def open_store(cfg: DataPlaneConfig, plane: Plane, *, wait_for_close: bool = False) -> ChunkStore:
+    """This process's way to the bytes of a plane."""
     options = _options(cfg)
-    quiet = not options.get("log_to_driver")
-    mooncake = cfg["backend"] == "mooncake_cpu"
-    backend = dict(tq["backend"])
+    timeout_s = ack_timeout_s(cfg)
     # Before the import of TransferQueue, which reads part of its environment once, as Mooncake does.
     _quiet_transfer_queue(options)
-    if mooncake:
-        ip = options.get("node_ip") or _get_local_node_ip()
-        set_mooncake_environment(ip, quiet=quiet)
-        backend.update(local_hostname=ip, **_own_transport(options, backend))
-    from transfer_queue.client import TransferQueueClient
+    if plane.backend != "mooncake_cpu":
 
-    client = TransferQueueClient(f"rlplane_{os.getpid()}_{uuid.uuid4().hex[:8]}", tq["controller"], 2)
+        def check_unit(rank: int) -> None:
+            plane.check_alive([UNIT.format(rank)], timeout_s)
+
+        return StorageUnits(plane.stores["zmq_info"], check_unit, timeout_s)
+    ip = options.get("node_ip") or _get_local_node_ip()
+    quiet = not options.get("log_to_driver")
+    set_mooncake_environment(ip, quiet=quiet)
+    # This host's RDMA devices are not those of the host that started the plane.
+    transport = _mooncake_transport_config({**options, "mooncake_protocol": plane.stores["protocol"]})
+    config = {**plane.stores, "local_hostname": ip, **transport}
     try:
-        with quiet_stderr(mooncake and quiet):
-            client.initialize_storage_manager("MooncakeStore" if mooncake else "SimpleStorage", backend)
+        with quiet_stderr(quiet):
+            from transfer_queue.storage.clients.base import StorageClientFactory
+
+            client = StorageClientFactory.create("MooncakeStoreClient", config)
     except ImportError as error:
-        client.close()
         raise MissingExtraError(
             "backend mooncake_cpu needs Mooncake; install it with: pip install 'rlplane[mooncake]'"
         ) from error
     except (RuntimeError, TimeoutError) as error:
-        client.close()
-        raise PlaneConnectionError(f"TransferQueue cannot be reached: {error}") from error
-    kind = MooncakeStorage if mooncake else SimpleStorage
-    return kind(client, units, controller, ack_timeout_s(cfg))
+        raise PlaneConnectionError(f"Mooncake cannot be reached: {error}") from error
 
+    def check_all() -> None:
+        units = [UNIT.format(rank) for rank in range(plane.config["num_storage_units"])]
+        plane.check_alive([MASTER, *units], timeout_s)
 
-def _own_transport(options: Mapping[str, Any], backend: Mapping[str, Any]) -> dict[str, str]:
-    """This host's RDMA devices are not those of the host that started the plane."""
-    from rlplane.adapters.transfer_queue.network import _mooncake_transport_config
-
-    return _mooncake_transport_config({**options, "mooncake_protocol": backend["protocol"]})
+    return MooncakeStore(client, check_all, timeout_s, wait_for_close=wait_for_close)
 
 
 def _ensure_ray(cfg: DataPlaneConfig, *, start: bool) -> bool:
     """Connect this process to Ray, starting one only if ``start`` and there is none; say whether we did."""
     ray = _ray()
+    options = _options(cfg)
+    controller_address = _address(cfg)  # a wrong one is refused even where Ray runs already
     if ray.is_initialized():
         return False
-    options = _options(cfg)
-    address = options.get("ray_address") or _address(cfg) or os.environ.get("RAY_ADDRESS")
+    address = options.get("ray_address") or controller_address or os.environ.get("RAY_ADDRESS")
     arguments: dict[str, Any] = {
         "log_to_driver": bool(options.get("log_to_driver")),
         "logging_level": logging.INFO if options.get("log_to_driver") else logging.ERROR,
@@ -406,20 +444,21 @@ def _ensure_ray(cfg: DataPlaneConfig, *, start: bool) -> bool:
 
 
 def _address(cfg: DataPlaneConfig) -> str | None:
-    """``controller_address``: here, the address of the Ray cluster that the controller is on."""
+    """``controller_address``, or what the process that started Ray left for its children: here, the address
+    of the Ray cluster that the plane is on."""
     address = cfg.get("controller_address")
-    if address and address.startswith(("ipc://", "tcp://", "inproc://")):
+    if address and _is_local_plane(address):
         raise ConfigError(
             f"controller_address is {address!r}, which is that of a local plane; for impl transfer_queue it "
             "is the address of a Ray cluster, such as 10.0.0.1:6379"
         )
-    return address
+    inherited = os.environ.get(ADDRESS_VARIABLE)
+    # A local plane's address in the environment is meant for local clients: a program may have both.
+    return address or (inherited if inherited and not _is_local_plane(inherited) else None)
 
 
-def _listen_ip(cfg: DataPlaneConfig) -> str:
-    from transfer_queue.utils.zmq_utils import get_node_ip_address
-
-    return _options(cfg).get("node_ip") or str(get_node_ip_address())
+def _is_local_plane(address: str) -> bool:
+    return address.startswith(("shm://", "unix://", "ipc://", "tcp://", "inproc://", "/"))
 
 
 def _quiet_transfer_queue(options: Mapping[str, Any]) -> None:
@@ -440,7 +479,7 @@ def namespace(cfg: DataPlaneConfig) -> str:
 
 def ack_timeout_s(cfg: DataPlaneConfig) -> float:
     """How long an answer may take."""
-    return float(cfg.get("ack_timeout_ms") or DEFAULT_ACK_TIMEOUT_MS) / 1000
+    return cfg.get("ack_timeout_ms", DEFAULT_ACK_TIMEOUT_MS) / 1000
 
 
 def _options(cfg: DataPlaneConfig) -> dict[str, Any]:
@@ -450,10 +489,16 @@ def _options(cfg: DataPlaneConfig) -> dict[str, Any]:
 def _ray() -> Any:
     try:
         import ray
-        import transfer_queue  # noqa: F401
+        import transfer_queue
     except ImportError as error:
         raise MissingExtraError(
             "impl transfer_queue needs Ray and TransferQueue; "
             "install them with: pip install 'rlplane[transfer-queue]'"
         ) from error
+    if transfer_queue.__name__ != "transfer_queue":
+        raise ConfigError(
+            "impl transfer_queue needs the real TransferQueue, and rlplane stands in for it in this process "
+            "(RLPLANE_AS_TRANSFER_QUEUE, or install()): import rlplane.compat.transfer_queue by its own name "
+            "instead, or stay on one machine"
+        )
     return ray

@@ -8,7 +8,7 @@ import torch
 
 from rlplane.errors import CapacityError, CapacityTimeoutError
 from rlplane.testing.expectations import equal, expect, refuses
-from rlplane.testing.plane import Plane
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 promise = partial(promise, feature="capacity")
@@ -22,7 +22,7 @@ MEGABYTE = 1 << 20
 
 
 @promise(FULL)
-def a_write_to_a_full_plane_waits_for_a_clear(plane: Plane) -> None:
+def a_write_to_a_full_plane_waits_for_a_clear(plane: PlaneUnderTest) -> None:
     part = plane.partition(client=plane.configured(storage_capacity=4))
     part.put_numbers("abcd")
     write = plane.start(lambda: part.put_numbers("e", start=7))
@@ -33,7 +33,7 @@ def a_write_to_a_full_plane_waits_for_a_clear(plane: Plane) -> None:
 
 
 @promise(FULL)
-def a_write_that_finds_no_room_in_time_writes_nothing(plane: Plane) -> None:
+def a_write_that_finds_no_room_in_time_writes_nothing(plane: PlaneUnderTest) -> None:
     part = plane.partition(client=plane.configured(storage_capacity=4))
     part.put_numbers("abc")
     columns = {"x": torch.tensor([9.0, 9.0, 9.0])}
@@ -52,7 +52,7 @@ def a_write_that_finds_no_room_in_time_writes_nothing(plane: Plane) -> None:
 
 
 @promise("Only a put that makes new samples (or needs new bytes) waits.")
-def a_write_without_new_samples_does_not_wait(plane: Plane) -> None:
+def a_write_without_new_samples_does_not_wait(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"], client=plane.configured(storage_capacity=2))
     part.put_numbers("ab")
     part.put_numbers("ab", start=5, field="y")
@@ -63,7 +63,7 @@ def a_write_without_new_samples_does_not_wait(plane: Plane) -> None:
 
 
 @promise("One that could never fit raises `CapacityError` at once.")
-def a_write_that_could_never_fit_is_refused_at_once(plane: Plane) -> None:
+def a_write_that_could_never_fit_is_refused_at_once(plane: PlaneUnderTest) -> None:
     part = plane.partition(client=plane.configured(storage_capacity=3))
     refuses(
         CapacityError,
@@ -78,7 +78,7 @@ def a_write_that_could_never_fit_is_refused_at_once(plane: Plane) -> None:
 
 
 @promise(FULL, "One that could never fit raises `CapacityError` at once.", feature="byte capacity")
-def bytes_are_a_capacity_too(plane: Plane) -> None:
+def bytes_are_a_capacity_too(plane: PlaneUnderTest) -> None:
     client = plane.configured(global_segment_size=8 * MEGABYTE, local_buffer_size=MEGABYTE)
     part = plane.partition(client=client)
     row = torch.zeros(1, MEGABYTE // 4)
@@ -106,3 +106,51 @@ def bytes_are_a_capacity_too(plane: Plane) -> None:
         timeout_s=2 * plane.deadline,
         within_s=plane.deadline,
     )
+
+
+@promise(
+    "Puts that wait get room in the order in which they came, but one that fits is not held up for ever by a"
+    " larger one that does not."
+)
+def a_write_that_fits_is_not_held_up_for_ever_by_a_larger_one(plane: PlaneUnderTest) -> None:
+    part = plane.partition(client=plane.configured(storage_capacity=4))
+    part.put_numbers("abc")
+    large = plane.start(lambda: part.put_numbers("de", start=4))
+    expect(not large.is_done_within(plane.short), "five samples were taken by a plane for four")
+    small = plane.start(lambda: part.put_numbers("f", start=9))
+    small.result("a write of one sample behind one of two, in a plane with room for one")
+    equal("the sample that fits", part.numbers("f"), [9.0])
+    part.clear("ab")
+    large.result("the larger write, after a clear made room")
+    equal("the samples of the larger write", part.numbers("de"), [4.0, 5.0])
+
+
+@promise(
+    "Columns of samples that exist come before new samples, and the share `reserve_for_live` of the bytes is"
+    " theirs alone, so that a full plane can finish its samples.",
+    feature="byte capacity",
+)
+def a_plane_that_is_full_of_new_samples_can_finish_them(plane: PlaneUnderTest) -> None:
+    client = plane.configured(global_segment_size=8 * MEGABYTE, local_buffer_size=MEGABYTE)
+    part = plane.partition(fields=["x", "y"], client=client)
+    row = torch.zeros(1, MEGABYTE // 8)
+    ids = [f"row-{i}" for i in range(64)]
+    written: list[str] = []
+    for sample_id in ids:
+        try:
+            part.put([sample_id], {"x": row}, timeout_s=plane.short)
+        except CapacityTimeoutError:
+            break
+        written.append(sample_id)
+    expect(0 < len(written) < len(ids), f"a plane of 8 MiB took {len(written)} rows of half a MiB")
+    new = plane.start(lambda: part.put(["new"], {"x": row + 1}))
+    expect(not new.is_done_within(plane.short), "a row that had found no room was written all the same")
+    for sample_id in written:
+        finish = plane.start(partial(part.put, [sample_id], {"y": torch.full((1, 4096), 5.0)}))
+        finish.result("a small column for a sample of a full plane")
+    equal(
+        "a column that was written to a full plane", float(part.get(written[:1], ["y"]).get("y").max()), 5.0
+    )
+    expect(not new.is_done_within(plane.short), "a new row was written before anything was cleared")
+    part.clear(written)
+    new.result("a new row after a clear")

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from rlplane.testing.expectations import equal, expect, refuses, took
-from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.expectations import equal, expect, has_samples, refuses
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
 from rlplane.testing.promises import promise
 
-ONCE = "Never hands the same sample to the same task twice."
+ONCE = "Never hands the same sample to the same task twice, unless its claims say `max_uses`."
 ORDER = (
     "The order is: first ready, first claimed; rows that become ready in one write keep the order of "
     "that write."
@@ -29,59 +29,59 @@ META = (
 
 
 @promise(ONCE)
-def a_sample_is_handed_to_a_task_once(plane: Plane) -> None:
+def a_sample_is_handed_to_a_task_once(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put("abc", {"x": torch.zeros(3), "y": torch.zeros(3)})
-    took("the first claim", part.claim_ready(2), "ab")
-    took("the second claim", part.claim_ready(2), "c")
-    took("the third claim", part.claim_ready(2), [])
-    took("a claim on another field", part.claim_ready(2, required=["y"]), [])
-    took("a claim on no field", part.claim_ready(2, required=[]), [])
+    has_samples("the first claim", part.claim_ready(2), "ab")
+    has_samples("the second claim", part.claim_ready(2), "c")
+    has_samples("the third claim", part.claim_ready(2), [])
+    has_samples("a claim on another field", part.claim_ready(2, required=["y"]), [])
+    has_samples("a claim on no field", part.claim_ready(2, required=[]), [])
 
 
 @promise(ONCE)
-def every_task_has_a_cursor_of_its_own(plane: Plane) -> None:
+def every_task_has_a_cursor_of_its_own(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
     part.put_numbers("abc")
-    took("a claim of one task", part.claim_ready(2), "ab")
-    took("a claim of the other", part.claim_ready(3, task="eval"), "abc")
-    took("the next claim of the first", part.claim_ready(2), "c")
+    has_samples("a claim of one task", part.claim_ready(2), "ab")
+    has_samples("a claim of the other", part.claim_ready(3, task="eval"), "abc")
+    has_samples("the next claim of the first", part.claim_ready(2), "c")
 
 
 @promise(ONCE)
-def many_threads_claim_every_sample_exactly_once(plane: Plane) -> None:
+def many_threads_claim_every_sample_exactly_once(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     ids = [f"row-{i}" for i in range(240)]
     _claim_from_everywhere(plane, [part] * 8, ids)
 
 
 @promise(ONCE)
-def two_clients_claim_every_sample_exactly_once(plane: Plane) -> None:
+def two_clients_claim_every_sample_exactly_once(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     other = part.on(plane.worker())
     ids = [f"row-{i}" for i in range(120)]
     _claim_from_everywhere(plane, [part, other, part, other], ids)
     other.put_numbers(["last"])
-    took("a claim of what another client wrote", part.claim(1), ["last"])
+    has_samples("a claim of what another client wrote", part.claim(1), ["last"])
 
 
 @promise(ORDER)
-def what_is_ready_first_is_claimed_first(plane: Plane) -> None:
+def what_is_ready_first_is_claimed_first(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"], tasks=["train", "late"])
     part.put_numbers("dacb")
     part.put_numbers("c", field="y")
     part.put_numbers("ba", field="y")
-    took("a claim on the field of one write", part.claim_ready(3), "dac")
+    has_samples("a claim on the field of one write", part.claim_ready(3), "dac")
     part.put_numbers("d", field="y")
-    took("a claim on both fields", part.claim_ready(task="late", required=["x", "y"]), "cbad")
+    has_samples("a claim on both fields", part.claim_ready(task="late", required=["x", "y"]), "cbad")
     part.register(fields=["x", "y"], tasks=["train", "new"])
-    took("a claim of a task that came later", part.claim_ready(task="new", required=["y"]), "cbad")
+    has_samples("a claim of a task that came later", part.claim_ready(task="new", required=["y"]), "cbad")
     part.put_numbers("fe")
-    took("the rest of the first task", part.claim_ready(), "bfe")
+    has_samples("the rest of the first task", part.claim_ready(), "bfe")
 
 
 @promise(ORDER)
-def the_order_does_not_depend_on_names(plane: Plane) -> None:
+def the_order_does_not_depend_on_names(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     order = [f"row-{(7 * i) % 40}" for i in range(40)]
     for start in range(0, 40, 10):
@@ -91,24 +91,24 @@ def the_order_does_not_depend_on_names(plane: Plane) -> None:
 
 
 @promise("`blocking=False` returns what is ready, up to `batch_size`, perhaps none.")
-def a_claim_that_does_not_wait_returns_what_is_ready(plane: Plane) -> None:
+def a_claim_that_does_not_wait_returns_what_is_ready(plane: PlaneUnderTest) -> None:
     part = plane.partition(num_samples=100)
-    took("a claim of nothing", part.claim_ready(4), [])
+    has_samples("a claim of nothing", part.claim_ready(4), [])
     part.put_numbers("abcde")
-    took("a claim of less than there is", part.claim_ready(4), "abcd")
-    took("a claim of more than there is", part.claim_ready(4), "e")
+    has_samples("a claim of less than there is", part.claim_ready(4), "abcd")
+    has_samples("a claim of more than there is", part.claim_ready(4), "e")
     empty = part.claim_ready(4)
-    took("a claim of nothing", empty, [])
+    has_samples("a claim of nothing", empty, [])
     equal("the size of an empty claim", empty.size, 0)
     equal("the rows of an empty claim", list(part.client.get_data(empty).batch_size), [0])
 
 
 @promise(AT_ONCE)
-def a_claim_on_what_does_not_exist_is_refused_at_once(plane: Plane) -> None:
+def a_claim_on_what_does_not_exist_is_refused_at_once(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("a")
     nowhere = plane.unregistered()
-    wrong: dict[str, tuple[Partition, dict[str, Any]]] = {
+    wrong: dict[str, tuple[PartitionUnderTest, dict[str, Any]]] = {
         "an unknown partition": (nowhere, {}),
         "an unknown task": (part, {"task": "nobody"}),
         "an unknown field": (part, {"required": ["x", "nowhere"]}),
@@ -117,20 +117,20 @@ def a_claim_on_what_does_not_exist_is_refused_at_once(plane: Plane) -> None:
     for what, (where, how) in wrong.items():
         refuses(KeyError, f"a claim that waits, on {what},", where.claim, 4, **how, **patience)
         refuses(KeyError, f"a claim on {what}", where.claim_ready, **how)
-    took("a claim afterwards", part.claim_ready(), "a")
+    has_samples("a claim afterwards", part.claim_ready(), "a")
 
 
 @promise(AT_ONCE)
-def a_field_that_was_ever_written_may_be_required(plane: Plane) -> None:
+def a_field_that_was_ever_written_may_be_required(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put_numbers("a", field="y")
     part.clear("a")
     part.register(fields=["x"])
-    took("a claim on a field that was written once", part.claim_ready(required=["y"]), [])
+    has_samples("a claim on a field that was written once", part.claim_ready(required=["y"]), [])
 
 
 @promise("`batch_size` below 1: `ValueError`.")
-def a_batch_size_below_one_is_refused(plane: Plane) -> None:
+def a_batch_size_below_one_is_refused(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("a")
     for size in (0, -1):
@@ -139,18 +139,18 @@ def a_batch_size_below_one_is_refused(plane: Plane) -> None:
 
 
 @promise("No required fields: any live sample is ready.")
-def without_required_fields_any_live_sample_is_ready(plane: Plane) -> None:
+def without_required_fields_any_live_sample_is_ready(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put_numbers("a")
     part.put("b", None, [{"v": 1}])
     part.put_numbers("c", field="y")
     meta = part.claim(3, required=[])
-    took("a claim without required fields", meta, "abc")
+    has_samples("a claim without required fields", meta, "abc")
     equal("its fields", meta.fields, [])
 
 
 @promise(META)
-def a_claim_returns_the_tags_and_lengths_of_its_samples(plane: Plane) -> None:
+def a_claim_returns_the_tags_and_lengths_of_its_samples(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put("ab", {"x": torch.zeros(2)}, [{"input_lengths": 5, "v": 1}, {"input_lengths": 3}])
     part.put("ab", {"y": torch.ones(2)}, [{"w": "later"}, {"input_lengths": 4}])
@@ -158,7 +158,7 @@ def a_claim_returns_the_tags_and_lengths_of_its_samples(plane: Plane) -> None:
     meta = part.claim(2, required=["y", "x"])
     equal("partition_id", meta.partition_id, part.name)
     equal("task_name", meta.task_name, "train")
-    took("the claim", meta, "ab")
+    has_samples("the claim", meta, "ab")
     equal("fields", meta.fields, ["y", "x"])
     equal("tags", meta.tags, [{"input_lengths": 5, "v": 1, "w": "later"}, {"input_lengths": 4}])
     equal("sequence_lengths", meta.sequence_lengths, [5, 4])
@@ -168,19 +168,19 @@ def a_claim_returns_the_tags_and_lengths_of_its_samples(plane: Plane) -> None:
     equal("tags of a sample without tags", rest.tags, [{}])
 
 
-@promise("Reserved. Shard on the driver with ``shard_meta_for_dp``.")
-def a_rank_does_not_change_what_is_claimed(plane: Plane) -> None:
+@promise("Alone it changes nothing.")
+def a_rank_does_not_change_what_is_claimed(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("abc")
     meta = part.client.claim_meta(part.name, "train", ["x"], 2, dp_rank=1, timeout_s=plane.deadline)
-    took("a claim with dp_rank=1", meta, "ab")
+    has_samples("a claim with dp_rank=1", meta, "ab")
 
 
-def _claim_from_everywhere(plane: Plane, parts: list[Partition], ids: list[str]) -> None:
+def _claim_from_everywhere(plane: PlaneUnderTest, parts: list[PartitionUnderTest], ids: list[str]) -> None:
     """Claims while writes come, from all of ``parts`` at once; every id must be claimed once."""
     written = threading.Event()
 
-    def drain(part: Partition) -> list[str]:
+    def drain(part: PartitionUnderTest) -> list[str]:
         mine: list[str] = []
         while True:
             last_turn = written.is_set()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from rlplane.testing.expectations import equal, expect, has_column, jagged, strided
-from rlplane.testing.plane import Plane
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import NotApplicable, promise
 
 DENSE = (
     "Columns: a dense tensor with one row per sample (any dtype, any number of dimensions, also "
-    "`(N,)`); a nested tensor (jagged, or strided with rows that differ in the first dimension only); "
+    "`(N,)`); a nested tensor (jagged or strided, with rows that may differ in every dimension); "
     "objects"
 )
 AS_WRITTEN = "dtype, shape and values come back as they went in."
@@ -37,7 +37,7 @@ DTYPES = (
 
 
 @promise(DENSE, AS_WRITTEN)
-def dense_columns_of_every_dtype_come_back_as_they_went_in(plane: Plane) -> None:
+def dense_columns_of_every_dtype_come_back_as_they_went_in(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=[str(dtype) for dtype in DTYPES])
     numbers = torch.tensor([[0, 1, 2], [1, 0, 4], [0, 0, 8]])
     columns = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
@@ -48,7 +48,7 @@ def dense_columns_of_every_dtype_come_back_as_they_went_in(plane: Plane) -> None
 
 
 @promise(DENSE, AS_WRITTEN)
-def nested_columns_of_every_dtype_come_back_as_they_went_in(plane: Plane) -> None:
+def nested_columns_of_every_dtype_come_back_as_they_went_in(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=[str(dtype) for dtype in DTYPES])
     rows = {str(dtype): [torch.tensor([0, 1, 1]).to(dtype), torch.tensor([1]).to(dtype)] for dtype in DTYPES}
     part.put("ab", {name: jagged(column) for name, column in rows.items()})
@@ -58,7 +58,7 @@ def nested_columns_of_every_dtype_come_back_as_they_went_in(plane: Plane) -> Non
 
 
 @promise(DENSE, AS_WRITTEN)
-def special_values_survive_bit_by_bit(plane: Plane) -> None:
+def special_values_survive_bit_by_bit(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     values = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e-45], dtype=torch.float32)
     part.put("abcde", {"x": values})
@@ -66,7 +66,7 @@ def special_values_survive_bit_by_bit(plane: Plane) -> None:
 
 
 @promise(DENSE, AS_WRITTEN)
-def a_column_of_scalars_stays_a_column_of_scalars(plane: Plane) -> None:
+def a_column_of_scalars_stays_a_column_of_scalars(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["flat", "tall"])
     part.put("abc", {"flat": torch.arange(3), "tall": torch.arange(3).unsqueeze(1)})
     batch = part.get("cab", ["flat", "tall"])
@@ -78,7 +78,7 @@ def a_column_of_scalars_stays_a_column_of_scalars(plane: Plane) -> None:
 
 
 @promise(DENSE, AS_WRITTEN)
-def rows_of_many_dimensions_keep_their_shape(plane: Plane) -> None:
+def rows_of_many_dimensions_keep_their_shape(plane: PlaneUnderTest) -> None:
     shapes = {"2d": (3, 2, 4), "4d": (3, 2, 1, 3, 2), "empty": (3, 0), "empty in front": (3, 0, 4)}
     part = plane.partition(fields=list(shapes))
     columns = {
@@ -92,7 +92,7 @@ def rows_of_many_dimensions_keep_their_shape(plane: Plane) -> None:
 
 
 @promise(DENSE, LAYOUT)
-def nested_rows_come_back_jagged(plane: Plane) -> None:
+def nested_rows_come_back_jagged(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["flat", "wide", "uniform"])
     flat = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0]), torch.tensor([5.0, 6.0])]
     wide = [torch.arange(n * 6).reshape(n, 2, 3) for n in (2, 1, 4)]
@@ -106,7 +106,7 @@ def nested_rows_come_back_jagged(plane: Plane) -> None:
 
 
 @promise(DENSE, LAYOUT)
-def nested_rows_in_the_strided_layout_come_back_jagged(plane: Plane) -> None:
+def nested_rows_in_the_strided_layout_come_back_jagged(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["flat", "wide"])
     flat = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
     wide = [torch.arange(6).reshape(3, 2), torch.arange(2).reshape(1, 2)]
@@ -117,7 +117,7 @@ def nested_rows_in_the_strided_layout_come_back_jagged(plane: Plane) -> None:
 
 
 @promise(DENSE, AS_WRITTEN)
-def empty_rows_stay_empty_rows(plane: Plane) -> None:
+def empty_rows_stay_empty_rows(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["some", "all", "wide"])
     some = [torch.ones(0), torch.ones(3), torch.ones(0)]
     wide = [torch.ones(2, 3), torch.ones(0, 3), torch.ones(1, 3)]
@@ -131,7 +131,7 @@ def empty_rows_stay_empty_rows(plane: Plane) -> None:
 
 
 @promise(LAYOUT)
-def dense_rows_of_several_shapes_come_back_jagged_and_of_one_shape_dense(plane: Plane) -> None:
+def dense_rows_of_several_shapes_come_back_jagged_and_of_one_shape_dense(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "wide"])
     short, long = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0, 7.0]])
     narrow, tall = torch.ones(2, 1, 3), torch.ones(1, 4, 3)
@@ -148,7 +148,7 @@ def dense_rows_of_several_shapes_come_back_jagged_and_of_one_shape_dense(plane: 
 
 
 @promise(LAYOUT)
-def dense_and_nested_rows_of_one_field_come_back_jagged(plane: Plane) -> None:
+def dense_and_nested_rows_of_one_field_come_back_jagged(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("a", {"x": torch.tensor([[1.0, 2.0]])})
     part.put("b", {"x": jagged([torch.tensor([3.0, 4.0])])})
@@ -157,7 +157,7 @@ def dense_and_nested_rows_of_one_field_come_back_jagged(plane: Plane) -> None:
 
 
 @promise(AS_WRITTEN)
-def columns_that_are_views_are_written_as_they_look(plane: Plane) -> None:
+def columns_that_are_views_are_written_as_they_look(plane: PlaneUnderTest) -> None:
     fields = ["transposed", "stepped", "expanded", "narrowed"]
     part = plane.partition(fields=fields)
     base = torch.arange(24, dtype=torch.int64).reshape(4, 6)
@@ -179,7 +179,7 @@ def columns_that_are_views_are_written_as_they_look(plane: Plane) -> None:
 
 
 @promise("Gradients are detached; what is on a device is moved to the host.")
-def gradients_are_detached(plane: Plane) -> None:
+def gradients_are_detached(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["dense", "nested"])
     leaf = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     nested = torch.nested.as_nested_tensor([leaf[0] * 2, leaf[1, :1] * 2], layout=torch.jagged)
@@ -192,7 +192,7 @@ def gradients_are_detached(plane: Plane) -> None:
 
 
 @promise("Gradients are detached; what is on a device is moved to the host.")
-def what_is_on_a_device_is_moved_to_the_host(plane: Plane) -> None:
+def what_is_on_a_device_is_moved_to_the_host(plane: PlaneUnderTest) -> None:
     if not torch.accelerator.is_available():
         raise NotApplicable("this machine has no accelerator")
     device = torch.accelerator.current_accelerator()

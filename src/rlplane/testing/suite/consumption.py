@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlplane.testing.expectations import equal, refuses
-from rlplane.testing.plane import Plane
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 STATUS = (
@@ -13,7 +13,7 @@ STATUS = (
 
 
 @promise(STATUS)
-def nothing_is_consumed_before_anything_was_written(plane: Plane) -> None:
+def nothing_is_consumed_before_anything_was_written(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     equal("the status of a new partition", part.is_consumed("train"), False)
     part.put_numbers("a")
@@ -25,7 +25,7 @@ def nothing_is_consumed_before_anything_was_written(plane: Plane) -> None:
 
 
 @promise(STATUS)
-def a_partition_is_consumed_when_every_task_has_claimed_every_live_sample(plane: Plane) -> None:
+def a_partition_is_consumed_when_every_task_has_claimed_every_live_sample(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
     part.put_numbers("ab")
     equal("the status before a claim", part.is_consumed("train"), False)
@@ -43,7 +43,7 @@ def a_partition_is_consumed_when_every_task_has_claimed_every_live_sample(plane:
 
 
 @promise(STATUS)
-def live_samples_count_after_a_registration(plane: Plane) -> None:
+def live_samples_count_after_a_registration(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
     part.claim_ready(1)
@@ -54,14 +54,14 @@ def live_samples_count_after_a_registration(plane: Plane) -> None:
 
 
 @promise("An unknown partition or task: `KeyError`.")
-def the_status_of_what_does_not_exist_is_an_error(plane: Plane) -> None:
+def the_status_of_what_does_not_exist_is_an_error(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     refuses(KeyError, "the status of an unknown partition", plane.unregistered().is_consumed, "train")
     refuses(KeyError, "the status of an unknown task", part.is_consumed, "train", "nobody")
 
 
 @promise("Authoritative across processes.")
-def the_status_counts_the_claims_of_other_clients(plane: Plane) -> None:
+def the_status_counts_the_claims_of_other_clients(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     other = part.on(plane.worker())
     part.put_numbers("ab")

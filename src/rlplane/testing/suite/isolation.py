@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.expectations import equal, has_column, jagged, objects, rows_of
-from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
 from rlplane.testing.promises import promise
 
 OWN = "The caller may change what it got: nobody else sees it."
@@ -24,7 +24,7 @@ IDS = ["a", "b", "c"]
 
 
 @promise(OWN)
-def a_reader_that_changes_what_it_got_changes_nothing_for_others(plane: Plane) -> None:
+def a_reader_that_changes_what_it_got_changes_nothing_for_others(plane: PlaneUnderTest) -> None:
     part = _written(plane)
     first, second = part.get(IDS, FIELDS), part.get(IDS, FIELDS)
     scattered = part.get(["c", "a"], FIELDS)
@@ -38,7 +38,7 @@ def a_reader_that_changes_what_it_got_changes_nothing_for_others(plane: Plane) -
 
 
 @promise(OWN)
-def a_reader_that_changes_what_it_got_changes_nothing_for_another_client(plane: Plane) -> None:
+def a_reader_that_changes_what_it_got_changes_nothing_for_another_client(plane: PlaneUnderTest) -> None:
     part = _written(plane)
     other = part.on(plane.worker())
     mine, theirs = part.get(IDS, FIELDS), other.get(IDS, FIELDS)
@@ -48,7 +48,7 @@ def a_reader_that_changes_what_it_got_changes_nothing_for_another_client(plane: 
 
 
 @promise("Writing a field again replaces it.", TOGETHER)
-def a_writer_that_changes_what_it_wrote_changes_nothing(plane: Plane) -> None:
+def a_writer_that_changes_what_it_wrote_changes_nothing(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=FIELDS)
     columns = TensorDict(_columns(), [3])
     tags: list[dict[str, Any]] = [{"v": [i]} for i in range(3)]
@@ -64,7 +64,7 @@ def a_writer_that_changes_what_it_wrote_changes_nothing(plane: Plane) -> None:
 
 
 @promise(OWN)
-def a_claim_owns_its_tags(plane: Plane) -> None:
+def a_claim_owns_its_tags(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
     part.put("ab", {"x": torch.zeros(2)}, [{"v": [1]}, {"v": [2]}])
     for tag in part.claim_ready().tags or []:
@@ -74,7 +74,7 @@ def a_claim_owns_its_tags(plane: Plane) -> None:
 
 
 @promise(VALID)
-def what_was_read_stays_valid_after_a_clear(plane: Plane) -> None:
+def what_was_read_stays_valid_after_a_clear(plane: PlaneUnderTest) -> None:
     part = _written(plane)
     batch = part.get(IDS, FIELDS)
     row = part.get(["b"], FIELDS).get("nested")
@@ -85,7 +85,7 @@ def what_was_read_stays_valid_after_a_clear(plane: Plane) -> None:
 
 
 @promise(VALID)
-def what_was_read_keeps_the_old_values_after_a_later_write(plane: Plane) -> None:
+def what_was_read_keeps_the_old_values_after_a_later_write(plane: PlaneUnderTest) -> None:
     part = _written(plane)
     batch = part.get(IDS, FIELDS)
     _write_over(part, IDS)
@@ -116,13 +116,13 @@ def _columns() -> dict[str, Any]:
     }
 
 
-def _written(plane: Plane) -> Partition:
+def _written(plane: PlaneUnderTest) -> PartitionUnderTest:
     part = plane.partition(fields=FIELDS)
     part.put(IDS, _columns())
     return part
 
 
-def _write_over(part: Partition, ids: list[str]) -> None:
+def _write_over(part: PartitionUnderTest, ids: list[str]) -> None:
     part.put(
         ids,
         {

@@ -11,14 +11,14 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from rlplane.testing.expectations import equal, has_column, objects
-from rlplane.testing.plane import Plane
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 promise = partial(promise, feature="objects")
 
 FORMS = (
-    "objects, as a `NonTensorStack`, or as `NonTensorData` that holds a list or an object array with "
-    "one entry per row."
+    "objects, as a `NonTensorStack`, or as `NonTensorData` that holds a list, a tuple, an object array or a "
+    "`<U` array with one entry per row."
 )
 KINDS = (
     "Objects in columns and tags: None, bool, int, float, str, bytes, list, dict with string keys, and numpy "
@@ -28,7 +28,7 @@ EQUAL = "Objects come back equal, as a `NonTensorStack`."
 
 
 @promise(FORMS, EQUAL)
-def every_form_of_an_object_column_is_one_object_per_row(plane: Plane) -> None:
+def every_form_of_an_object_column_is_one_object_per_row(plane: PlaneUnderTest) -> None:
     rows = [{"turns": [1, 2]}, ["a", None], "text"]
     array = np.empty(3, dtype=object)
     array[:] = rows
@@ -48,8 +48,27 @@ def every_form_of_an_object_column_is_one_object_per_row(plane: Plane) -> None:
         has_column("a read of one row", one, name, [rows[1]], "objects")
 
 
+@promise(FORMS, EQUAL)
+def every_form_of_a_text_column_is_one_text_per_row(plane: PlaneUnderTest) -> None:
+    rows = ["abc", "d", "efghijk"]
+    columns = {
+        "a NonTensorStack": objects(rows),
+        "NonTensorData with a list": NonTensorData(list(rows), batch_size=[3]),
+        "NonTensorData with a tuple": NonTensorData(tuple(rows), batch_size=[3]),
+        "NonTensorData with an object array": NonTensorData(np.array(rows, object), batch_size=[3]),
+        "NonTensorData with a <U array": NonTensorData(np.array(rows), batch_size=[3]),
+        "a <U array": np.array(rows),
+    }
+    part = plane.partition(fields=list(columns))
+    part.put("abc", TensorDict(columns, [3]))
+    batch, one = part.get("cab", list(columns)), part.get("b", list(columns))
+    for name in columns:
+        has_column("a read", batch, name, [rows[2], rows[0], rows[1]], "objects")
+        has_column("a read of one row", one, name, [rows[1]], "objects")
+
+
 @promise(KINDS, EQUAL)
-def objects_of_every_kind_come_back_equal(plane: Plane) -> None:
+def objects_of_every_kind_come_back_equal(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     values = _values()
     ids = [f"row-{i}" for i in range(len(values))]
@@ -60,7 +79,7 @@ def objects_of_every_kind_come_back_equal(plane: Plane) -> None:
 
 
 @promise(KINDS)
-def tags_of_every_kind_come_back_equal(plane: Plane) -> None:
+def tags_of_every_kind_come_back_equal(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     values = _values()
     ids = [f"row-{i}" for i in range(len(values))]
@@ -71,7 +90,7 @@ def tags_of_every_kind_come_back_equal(plane: Plane) -> None:
 
 
 @promise("A tuple comes back as a list.")
-def a_tuple_comes_back_as_a_list(plane: Plane) -> None:
+def a_tuple_comes_back_as_a_list(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("ab", {"x": objects([(1, ("two",)), {"pair": (3, 4)}])}, [{"v": (1, 2)}, {"v": [(3,)]}])
     has_column("a read", part.get("ab"), "x", [[1, ["two"]], {"pair": [3, 4]}], "objects")
@@ -79,7 +98,7 @@ def a_tuple_comes_back_as_a_list(plane: Plane) -> None:
 
 
 @promise(EQUAL)
-def objects_of_several_writes_are_read_together(plane: Plane) -> None:
+def objects_of_several_writes_are_read_together(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("ab", {"x": objects(["a", 1])})
     part.put("c", {"x": objects([[None]])})
@@ -89,7 +108,7 @@ def objects_of_several_writes_are_read_together(plane: Plane) -> None:
 
 
 @promise("Anything else: `TypeError` that names the field, unless the config says `allow_pickle: true`.")
-def anything_travels_when_pickle_is_allowed(plane: Plane) -> None:
+def anything_travels_when_pickle_is_allowed(plane: PlaneUnderTest) -> None:
     part = plane.partition(client=plane.configured(allow_pickle=True))
     values: list[Any] = [fractions.Fraction(1, 3), {1, 2}, {1: "one"}, [complex(1, 2), "plain"]]
     part.put("abcd", {"x": objects(values)}, [{"v": value} for value in values])

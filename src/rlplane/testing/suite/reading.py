@@ -7,8 +7,8 @@ import random
 import torch
 
 from rlplane.interfaces import KVBatchMeta
-from rlplane.testing.expectations import equal, has_column, jagged, objects, refuses, took
-from rlplane.testing.plane import Plane
+from rlplane.testing.expectations import equal, has_column, has_samples, jagged, objects, refuses
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 ORDER = (
@@ -18,7 +18,7 @@ MISSING = "A missing sample or an unproduced field: `KeyError` that names the fi
 
 
 @promise(ORDER)
-def rows_come_in_the_order_asked_also_twice(plane: Plane) -> None:
+def rows_come_in_the_order_asked_also_twice(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["dense", "nested", "object"])
     ids = [f"row-{i}" for i in range(60)]
     rows = [torch.arange(i % 7) + i for i in range(60)]
@@ -43,7 +43,7 @@ def rows_come_in_the_order_asked_also_twice(plane: Plane) -> None:
 
 
 @promise(ORDER)
-def fields_are_exactly_those_named_in_that_order(plane: Plane) -> None:
+def fields_are_exactly_those_named_in_that_order(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y", "z"])
     part.put("a", {name: torch.zeros(1) for name in "xyz"})
     for names in (["z", "x"], ["y"], ["x", "y", "z"]):
@@ -53,7 +53,7 @@ def fields_are_exactly_those_named_in_that_order(plane: Plane) -> None:
 
 
 @promise(ORDER)
-def the_same_id_in_two_partitions_is_two_samples(plane: Plane) -> None:
+def the_same_id_in_two_partitions_is_two_samples(plane: PlaneUnderTest) -> None:
     one, two = plane.partition(), plane.partition()
     one.put_numbers("ab", start=1)
     two.put_numbers("ba", start=5)
@@ -61,12 +61,12 @@ def the_same_id_in_two_partitions_is_two_samples(plane: Plane) -> None:
     equal("the second partition", two.numbers("ab"), [6.0, 5.0])
     two.clear("a")
     equal("the first partition after a clear of the second", one.numbers("ab"), [1.0, 2.0])
-    took("a claim of the second", two.claim_ready(), "b")
-    took("a claim of the first", one.claim_ready(), "ab")
+    has_samples("a claim of the second", two.claim_ready(), "b")
+    has_samples("a claim of the first", one.claim_ready(), "ab")
 
 
 @promise(MISSING)
-def a_missing_sample_is_an_error_that_names_it(plane: Plane) -> None:
+def a_missing_sample_is_an_error_that_names_it(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("abc")
     part.clear("b")
@@ -80,7 +80,7 @@ def a_missing_sample_is_an_error_that_names_it(plane: Plane) -> None:
 
 
 @promise(MISSING)
-def an_unproduced_field_is_an_error_that_names_it(plane: Plane) -> None:
+def an_unproduced_field_is_an_error_that_names_it(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "reward"])
     part.put_numbers("ab")
     part.put_numbers("a", field="reward")
@@ -98,7 +98,7 @@ def an_unproduced_field_is_an_error_that_names_it(plane: Plane) -> None:
 
 
 @promise(MISSING)
-def a_read_from_an_unregistered_partition_is_an_error(plane: Plane) -> None:
+def a_read_from_an_unregistered_partition_is_an_error(plane: PlaneUnderTest) -> None:
     refuses(KeyError, "a read", plane.unregistered().get, "a")
 
 
@@ -106,7 +106,7 @@ def a_read_from_an_unregistered_partition_is_an_error(plane: Plane) -> None:
     "`get_data` without `select_fields` and without `meta.fields`: `ValueError`. An empty list of fields: "
     "`ValueError`."
 )
-def a_read_that_names_no_field_is_refused(plane: Plane) -> None:
+def a_read_that_names_no_field_is_refused(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("a")
     meta = KVBatchMeta(part.name, None, ["a"])
@@ -116,7 +116,7 @@ def a_read_that_names_no_field_is_refused(plane: Plane) -> None:
 
 
 @promise("Read the samples of ``meta``: ``select_fields``, else ``meta.fields``, else ``ValueError``.")
-def selected_fields_win_over_those_of_the_meta(plane: Plane) -> None:
+def selected_fields_win_over_those_of_the_meta(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     meta = part.put("ab", {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 4.0])})
     equal("the fields of get_data", list(part.client.get_data(meta, ["y"]).keys()), ["y"])
@@ -125,7 +125,7 @@ def selected_fields_win_over_those_of_the_meta(plane: Plane) -> None:
 
 
 @promise("An empty list of ids gives an empty `TensorDict` with batch size 0.")
-def a_read_of_no_ids_is_empty(plane: Plane) -> None:
+def a_read_of_no_ids_is_empty(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     equal("the batch size before any write", list(part.get([]).batch_size), [0])
     part.put_numbers("a")
@@ -135,7 +135,7 @@ def a_read_of_no_ids_is_empty(plane: Plane) -> None:
 
 
 @promise("Rows of one field with different dtypes cannot be one tensor: `ValueError` that names them.")
-def rows_of_several_dtypes_are_not_read_as_one_tensor(plane: Plane) -> None:
+def rows_of_several_dtypes_are_not_read_as_one_tensor(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("a", {"x": torch.tensor([[1.5]], dtype=torch.float16)})
     part.put("b", {"x": torch.tensor([[2]], dtype=torch.int32)})
@@ -146,11 +146,11 @@ def rows_of_several_dtypes_are_not_read_as_one_tensor(plane: Plane) -> None:
 
 
 @promise("Never moves a cursor.")
-def a_read_never_moves_a_cursor(plane: Plane) -> None:
+def a_read_never_moves_a_cursor(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     meta = part.put_numbers("abc")
     part.get("abc")
     part.client.get_data(meta)
-    took("a claim after reads", part.claim_ready(2), "ab")
+    has_samples("a claim after reads", part.claim_ready(2), "ab")
     part.get("c")
-    took("the next claim", part.claim_ready(2), "c")
+    has_samples("the next claim", part.claim_ready(2), "c")

@@ -10,13 +10,13 @@ from rlplane.testing.expectations import (
     equal,
     expect,
     has_column,
+    has_samples,
     objects,
     records_warnings,
     refuses,
     times_out,
-    took,
 )
-from rlplane.testing.plane import Plane
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 REPLACES = "Registering again replaces the schema and the task list."
@@ -31,19 +31,19 @@ CONTRADICTIONS = (
 
 
 @promise(REPLACES)
-def registering_again_replaces_the_task_list(plane: Plane) -> None:
+def registering_again_replaces_the_task_list(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["old"])
     part.register(tasks=["new"])
     part.put_numbers("a")
     refuses(KeyError, "a claim of a task that was dropped", part.claim_ready, task="old")
-    took("a claim of the task that came", part.claim_ready(task="new"), "a")
+    has_samples("a claim of the task that came", part.claim_ready(task="new"), "a")
 
 
 @promise(REPLACES)
-def registering_again_replaces_the_schema(plane: Plane) -> None:
+def registering_again_replaces_the_schema(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "gone"])
     part.register(fields=["x", "came"])
-    took("a claim on a field that came", part.claim_ready(required=["came"]), [])
+    has_samples("a claim on a field that came", part.claim_ready(required=["came"]), [])
     refuses(
         KeyError,
         "a claim on a field that is neither declared any more nor was ever written",
@@ -53,41 +53,41 @@ def registering_again_replaces_the_schema(plane: Plane) -> None:
 
 
 @promise("Live samples stay.")
-def live_samples_survive_a_registration(plane: Plane) -> None:
+def live_samples_survive_a_registration(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put_numbers("ab", start=3)
     part.put("ab", None, [{"v": 1}, {"v": 2}])
     part.register(fields=["y"], tasks=["other"])
     equal("a live sample after a registration", part.numbers("ab"), [3.0, 4.0])
     meta = part.claim_ready(task="other", required=[])
-    took("a claim after a registration", meta, "ab")
+    has_samples("a claim after a registration", meta, "ab")
     equal("the tags after a registration", meta.tags, [{"v": 1}, {"v": 2}])
 
 
 @promise(CURSORS)
-def a_task_that_stays_keeps_its_cursor(plane: Plane) -> None:
+def a_task_that_stays_keeps_its_cursor(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train"])
     part.put_numbers("abc")
-    took("the first claim", part.claim_ready(2), "ab")
+    has_samples("the first claim", part.claim_ready(2), "ab")
     part.register(tasks=["train", "eval"])
-    took("a claim of the task that stayed", part.claim_ready(), "c")
-    took("a claim of the task that came", part.claim_ready(task="eval"), "abc")
+    has_samples("a claim of the task that stayed", part.claim_ready(), "c")
+    has_samples("a claim of the task that came", part.claim_ready(task="eval"), "abc")
 
 
 @promise(CURSORS)
-def a_task_that_comes_back_starts_anew(plane: Plane) -> None:
+def a_task_that_comes_back_starts_anew(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train"])
     part.put_numbers("ab")
-    took("the first claim", part.claim_ready(), "ab")
+    has_samples("the first claim", part.claim_ready(), "ab")
     part.register(tasks=["eval"])
     part.register(tasks=["train", "eval"])
-    took("a claim of the task that came back", part.claim_ready(), "ab")
+    has_samples("a claim of the task that came back", part.claim_ready(), "ab")
 
 
 @promise("Declared fields exist at once.")
-def a_declared_field_exists_before_anything_is_written(plane: Plane) -> None:
+def a_declared_field_exists_before_anything_is_written(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
-    took("a claim on fields that nobody has written", part.claim_ready(required=["x", "y"]), [])
+    has_samples("a claim on fields that nobody has written", part.claim_ready(required=["x", "y"]), [])
     with records_warnings() as messages:
         part.put_numbers("a")
     expect(not messages, f"writing a declared field warned: {messages}")
@@ -96,7 +96,7 @@ def a_declared_field_exists_before_anything_is_written(plane: Plane) -> None:
 @promise(
     "A field nobody declared may be written; the writer gets one warning per partition and field.",
 )
-def an_undeclared_field_may_be_written_with_one_warning(plane: Plane) -> None:
+def an_undeclared_field_may_be_written_with_one_warning(plane: PlaneUnderTest) -> None:
     for part in (plane.partition(), plane.partition()):
         with records_warnings() as messages:
             part.put_numbers("a", field="extra")
@@ -104,14 +104,14 @@ def an_undeclared_field_may_be_written_with_one_warning(plane: Plane) -> None:
         about = [message for message in messages if "extra" in message]
         equal(f"the number of warnings about an undeclared field ({messages})", len(about), 1)
         equal("an undeclared field", part.numbers("ab", "extra"), [1.0, 2.0])
-        took("a claim on an undeclared field", part.claim_ready(required=["extra"]), "ab")
+        has_samples("a claim on an undeclared field", part.claim_ready(required=["extra"]), "ab")
 
 
 @promise(CONTRADICTIONS)
-def a_registration_that_contradicts_itself_is_refused_and_changes_nothing(plane: Plane) -> None:
+def a_registration_that_contradicts_itself_is_refused_and_changes_nothing(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
-    took("the first claim", part.claim_ready(1), "a")
+    has_samples("the first claim", part.claim_ready(1), "a")
     wrong: list[dict[str, Any]] = [
         {"fields": ["x", "x"]},
         {"fields": [""]},
@@ -132,11 +132,11 @@ def a_registration_that_contradicts_itself_is_refused_and_changes_nothing(plane:
         1,
         ["train"],
     )
-    took("a claim after registrations that were refused", part.claim_ready(), "b")
+    has_samples("a claim after registrations that were refused", part.claim_ready(), "b")
 
 
 @promise(CONTRADICTIONS, feature="enums")
-def an_enum_that_contradicts_itself_is_refused(plane: Plane) -> None:
+def an_enum_that_contradicts_itself_is_refused(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     refuses(
         ValueError,
@@ -153,17 +153,17 @@ def an_enum_that_contradicts_itself_is_refused(plane: Plane) -> None:
 
 
 @promise("For each field named here, the strings that it may hold.", feature="enums")
-def an_enum_field_takes_the_strings_of_its_vocabulary_and_gives_them_back(plane: Plane) -> None:
+def an_enum_field_takes_the_strings_of_its_vocabulary_and_gives_them_back(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "reason"], enums={"reason": ["stop", "length", "abort"]})
     part.put("abc", {"reason": objects(["length", "stop", "length"])})
     part.put("d", {"reason": objects(["abort"])})
     batch = part.get("dcba", ["reason"])
     has_column("a read of an enum field", batch, "reason", ["abort", "length", "stop", "length"], "objects")
-    took("a claim on an enum field", part.claim_ready(required=["reason"]), "abcd")
+    has_samples("a claim on an enum field", part.claim_ready(required=["reason"]), "abcd")
 
 
 @promise("For each field named here, the strings that it may hold.", feature="enums")
-def a_string_outside_an_enum_is_refused_and_nothing_is_written(plane: Plane) -> None:
+def a_string_outside_an_enum_is_refused_and_nothing_is_written(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "reason"], enums={"reason": ["stop", "length"]})
     part.put("a", {"reason": objects(["stop"])})
     for bad in ("crash", "", 1, None):
@@ -177,17 +177,17 @@ def a_string_outside_an_enum_is_refused_and_nothing_is_written(plane: Plane) -> 
     "`num_samples` counts the samples that are expected *from this registration on*: the count of new "
     "samples starts at zero when a partition is registered again."
 )
-def the_count_of_expected_samples_starts_again_with_a_registration(plane: Plane) -> None:
+def the_count_of_expected_samples_starts_again_with_a_registration(plane: PlaneUnderTest) -> None:
     part = plane.partition(num_samples=2)
     part.put_numbers("ab")
-    took("the tail of the first registration", part.claim(4), "ab")
+    has_samples("the tail of the first registration", part.claim(4), "ab")
     part.register(num_samples=2)
     part.put_numbers("c")
     part.claim_ready(task="train", required=["x"], batch_size=1)
     part.put_numbers("d")
-    took("the tail of the second registration", part.claim(4), "d")
+    has_samples("the tail of the second registration", part.claim(4), "d")
     part.register(num_samples=1)
     part.put_numbers("ab", start=9)  # not new
     times_out("a claim before the expected sample was written", part, 4, ready=0)
     part.put_numbers("e")
-    took("the tail of the third registration", part.claim(4), "e")
+    has_samples("the tail of the third registration", part.claim(4), "e")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlplane.testing.expectations import equal, expect, times_out
-from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
 from rlplane.testing.promises import promise
 
 STATUS = (
@@ -19,7 +19,7 @@ STATUS = (
 
 
 @promise("`list_sample_ids`: the live samples in the order of their first write.", method="list_sample_ids")
-def live_samples_are_listed_in_the_order_of_their_first_write(plane: Plane) -> None:
+def live_samples_are_listed_in_the_order_of_their_first_write(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     equal("the samples of an empty partition", _listed(part), [])
     part.put("c", None, [{"v": 1}])
@@ -34,7 +34,7 @@ def live_samples_are_listed_in_the_order_of_their_first_write(plane: Plane) -> N
 
 
 @promise(STATUS, method="partition_status")
-def the_status_of_a_partition_counts_samples_fields_and_claims(plane: Plane) -> None:
+def the_status_of_a_partition_counts_samples_fields_and_claims(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"], num_samples=12, tasks=["train", "eval"])
     empty = _status(part)
     equal("oldest_age_s of an empty partition", empty["oldest_age_s"], None)
@@ -64,7 +64,7 @@ def the_status_of_a_partition_counts_samples_fields_and_claims(plane: Plane) -> 
 
 
 @promise(STATUS, method="partition_status")
-def the_status_of_a_partition_follows_clears_and_registrations(plane: Plane) -> None:
+def the_status_of_a_partition_follows_clears_and_registrations(plane: PlaneUnderTest) -> None:
     part = plane.partition(num_samples=2)
     part.put_numbers("abc")
     part.clear("ab")
@@ -81,7 +81,7 @@ def the_status_of_a_partition_follows_clears_and_registrations(plane: Plane) -> 
 
 
 @promise(STATUS, method="partition_status")
-def the_status_of_a_partition_counts_waiting_claims(plane: Plane) -> None:
+def the_status_of_a_partition_counts_waiting_claims(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
     claims = [part.claim_in_thread(1), part.claim_in_thread(1)]
     expect(part.wait_until_claims_wait(2), "partition_status went away")
@@ -95,16 +95,16 @@ def the_status_of_a_partition_counts_waiting_claims(plane: Plane) -> None:
 
 
 @promise(STATUS, method="partition_status", feature="groups")
-def the_status_of_a_partition_says_its_group_size(plane: Plane) -> None:
+def the_status_of_a_partition_says_its_group_size(plane: PlaneUnderTest) -> None:
     equal("grpo_group_size", _status(plane.partition(group_size=4))["grpo_group_size"], 4)
 
 
-def _listed(part: Partition) -> list[str]:
+def _listed(part: PartitionUnderTest) -> list[str]:
     return part.client.list_sample_ids(part.name)
 
 
-def _status(part: Partition) -> dict[str, Any]:
-    return part.client.partition_status(part.name)
+def _status(part: PartitionUnderTest) -> dict[str, Any]:
+    return dict(part.client.partition_status(part.name))
 
 
 def _known(got: Any, wanted: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlplane.errors import ClaimTimeoutError
-from rlplane.testing.expectations import equal, expect, refuses, times_out, took
-from rlplane.testing.plane import Plane
+from rlplane.testing.expectations import equal, expect, has_samples, refuses, times_out
+from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
 WAITS = "`blocking=True` waits for `batch_size` samples"
@@ -15,7 +15,7 @@ TIMEOUT = (
 
 
 @promise(WAITS)
-def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: Plane) -> None:
+def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     claim = part.claim_in_thread(3, required=["x", "y"])
     part.wait_until_claims_wait(1)
@@ -23,57 +23,57 @@ def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: Plane)
     part.put_numbers("ba", field="y")
     expect(not claim.is_done_within(plane.short), "a claim of three samples ended when two were ready")
     part.put_numbers("dc", field="y")
-    took("the claim", claim.result("a claim of three samples that are ready"), "bad")
-    took("what is left", part.claim_ready(required=["x", "y"]), "c")
+    has_samples("the claim", claim.result("a claim of three samples that are ready"), "bad")
+    has_samples("what is left", part.claim_ready(required=["x", "y"]), "c")
 
 
 @promise(WAITS, feature="where")
-def a_waiting_claim_is_woken_by_tags_that_make_samples_match(plane: Plane) -> None:
+def a_waiting_claim_is_woken_by_tags_that_make_samples_match(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("abc")
     claim = part.claim_in_thread(2, where={"v": {">=": 2}})
     part.wait_until_claims_wait(1)
     part.put("ab", None, [{"v": 1}, {"v": 2}])
     part.put("c", None, [{"v": 3}])
-    took("the claim", claim.result("a claim whose samples match by now"), "bc")
+    has_samples("the claim", claim.result("a claim whose samples match by now"), "bc")
 
 
 @promise(WAITS)
-def a_waiting_claim_is_woken_by_the_write_of_another_client(plane: Plane) -> None:
+def a_waiting_claim_is_woken_by_the_write_of_another_client(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     other = part.on(plane.worker())
     claim = other.claim_in_thread(2)
     part.wait_until_claims_wait(1)
     part.put_numbers("ab", start=4)
     meta = claim.result("a claim of two samples that another client wrote")
-    took("the claim", meta, "ab")
+    has_samples("the claim", meta, "ab")
     equal("what the other client wrote", [float(x) for x in other.client.get_data(meta).get("x")], [4.0, 5.0])
 
 
 @promise(WAITS)
-def a_waiting_claim_holds_up_nobody_else(plane: Plane) -> None:
+def a_waiting_claim_holds_up_nobody_else(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
     claim = part.claim_in_thread(2)
     part.wait_until_claims_wait(1)
     part.put_numbers("a")
-    took("a claim of another task", part.claim(1, task="eval"), "a")
+    has_samples("a claim of another task", part.claim(1, task="eval"), "a")
     equal("a read", part.numbers("a"), [0.0])
     part.put_numbers("b")
-    took("the claim", claim.result("a claim of two samples that are ready"), "ab")
+    has_samples("the claim", claim.result("a claim of two samples that are ready"), "ab")
 
 
 @promise(TIMEOUT)
-def a_claim_that_times_out_says_how_many_were_ready_and_claims_nothing(plane: Plane) -> None:
+def a_claim_that_times_out_says_how_many_were_ready_and_claims_nothing(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     times_out("a claim of 3 when nothing was written", part, 3, ready=0)
     part.put_numbers("ab")
     times_out("a claim of 3 when 2 are ready", part, 3, ready=2)
     times_out("the same claim again", part, 3, ready=2)
-    took("a claim after the timeouts", part.claim_ready(), "ab")
+    has_samples("a claim after the timeouts", part.claim_ready(), "ab")
 
 
 @promise(TIMEOUT, feature="where")
-def a_timeout_counts_only_samples_that_match(plane: Plane) -> None:
+def a_timeout_counts_only_samples_that_match(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("abc", None, [{"v": 1}, {"v": 2}, {"v": 1}])
     part.put_numbers("ab")
@@ -81,18 +81,18 @@ def a_timeout_counts_only_samples_that_match(plane: Plane) -> None:
 
 
 @promise(TIMEOUT)
-def a_claim_that_timed_out_is_not_served_later(plane: Plane) -> None:
+def a_claim_that_timed_out_is_not_served_later(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     times_out("a claim of 2", part, 2, ready=0)
     part.put_numbers("abc")
-    took("a claim after the timeout", part.claim(3), "abc")
+    has_samples("a claim after the timeout", part.claim(3), "abc")
 
 
 @promise(TIMEOUT)
-def a_claim_without_patience_takes_a_full_batch_or_times_out(plane: Plane) -> None:
+def a_claim_without_patience_takes_a_full_batch_or_times_out(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
-    took("a claim of what is ready, with timeout_s=0", part.claim(2, timeout_s=0), "ab")
+    has_samples("a claim of what is ready, with timeout_s=0", part.claim(2, timeout_s=0), "ab")
     part.put_numbers("c")
     claim = part.claim_in_thread(2, timeout_s=0)
     error = refuses(ClaimTimeoutError, "a claim with timeout_s=0", claim.result, "a claim with timeout_s=0")
@@ -100,7 +100,7 @@ def a_claim_without_patience_takes_a_full_batch_or_times_out(plane: Plane) -> No
 
 
 @promise("Waiting claims of one task are served first come, first served.", method="partition_status")
-def waiting_claims_are_served_first_come_first_served(plane: Plane) -> None:
+def waiting_claims_are_served_first_come_first_served(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     claims = []
     for count in range(1, 5):
@@ -109,11 +109,11 @@ def waiting_claims_are_served_first_come_first_served(plane: Plane) -> None:
     for ids in ("ab", "cd", "ef", "gh"):
         part.put_numbers(ids)
     for ids, claim in zip(("ab", "cd", "ef", "gh"), claims, strict=True):
-        took("a waiting claim", claim.result("a claim of two samples that are ready"), ids)
+        has_samples("a waiting claim", claim.result("a claim of two samples that are ready"), ids)
 
 
 @promise("Waiting claims of one task are served first come, first served.", method="partition_status")
-def one_write_serves_several_waiting_claims(plane: Plane) -> None:
+def one_write_serves_several_waiting_claims(plane: PlaneUnderTest) -> None:
     part = plane.partition(num_samples=5)
     claims = []
     for count in range(1, 4):
@@ -121,4 +121,4 @@ def one_write_serves_several_waiting_claims(plane: Plane) -> None:
         part.wait_until_claims_wait(count)
     part.put_numbers("abcde")
     for ids, claim in zip(("ab", "cd", "e"), claims, strict=True):
-        took("a waiting claim", claim.result("a claim that one write serves"), ids)
+        has_samples("a waiting claim", claim.result("a claim that one write serves"), ids)

@@ -6,11 +6,12 @@ import time
 import uuid
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from rlplane.testing.expectations import equal, expect, jagged, objects, refuses, strided, took
-from rlplane.testing.plane import Partition, Plane
+from rlplane.testing.expectations import equal, expect, has_samples, jagged, objects, refuses
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
 from rlplane.testing.promises import promise
 
 TOGETHER = "All or nothing: fields, tags and readiness of all rows appear together, or none do."
@@ -20,12 +21,13 @@ REFUSED = (
 )
 RECEIPT = (
     "The returned meta has `task_name=None`, the `fields` of this write (`None` for `fields=None`), the"
-    " tags of this write, and `sequence_lengths` from the tag `input_lengths` when every row has it."
+    " tags of this write (an empty one per sample without), and `sequence_lengths` from the tag"
+    " `input_lengths` when every row has it."
 )
 
 
 @promise(TOGETHER)
-def a_claim_that_sees_a_sample_sees_its_fields_and_tags(plane: Plane) -> None:
+def a_claim_that_sees_a_sample_sees_its_fields_and_tags(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     for turn in range(8):
         claim = part.claim_in_thread(4, required=["x", "y"])
@@ -34,14 +36,14 @@ def a_claim_that_sees_a_sample_sees_its_fields_and_tags(plane: Plane) -> None:
         values = torch.full((4,), float(turn))
         part.put(ids, {"x": values, "y": values}, [{"turn": turn} for _ in ids])
         meta = claim.result("a claim of four samples that have been written")
-        took("a claim that was woken by a write", meta, ids)
+        has_samples("a claim that was woken by a write", meta, ids)
         equal("its tags", meta.tags, [{"turn": turn}] * 4)
         batch = part.client.get_data(meta)
         equal("its fields", [batch.get("x"), batch.get("y")], [values, values])
 
 
 @promise(TOGETHER)
-def no_reader_sees_a_write_in_part(plane: Plane) -> None:
+def no_reader_sees_a_write_in_part(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"], tasks=["any", "both"])
     turns, rows = 20, 5
 
@@ -72,7 +74,7 @@ def no_reader_sees_a_write_in_part(plane: Plane) -> None:
 
 
 @promise("Writing a field again replaces it.")
-def writing_a_field_again_replaces_it_and_leaves_the_others(plane: Plane) -> None:
+def writing_a_field_again_replaces_it_and_leaves_the_others(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put("ab", {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([3.0, 4.0])})
     part.put("b", {"x": torch.tensor([20.0])})
@@ -85,27 +87,27 @@ def writing_a_field_again_replaces_it_and_leaves_the_others(plane: Plane) -> Non
 @promise(
     "It does not hand a claimed sample out again, and a sample that was ready keeps its place.",
 )
-def a_field_written_again_does_not_hand_a_claimed_sample_out_again(plane: Plane) -> None:
+def a_field_written_again_does_not_hand_a_claimed_sample_out_again(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
-    took("the first claim", part.claim_ready(1), "a")
+    has_samples("the first claim", part.claim_ready(1), "a")
     part.put_numbers("ab", start=5)
-    took("a claim after both were written again", part.claim_ready(), "b")
+    has_samples("a claim after both were written again", part.claim_ready(), "b")
 
 
 @promise(
     "It does not hand a claimed sample out again, and a sample that was ready keeps its place.",
 )
-def a_sample_that_is_written_again_keeps_its_place(plane: Plane) -> None:
+def a_sample_that_is_written_again_keeps_its_place(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
     part.put_numbers("c")
     part.put_numbers("ba", start=5)
-    took("a claim after an overwrite", part.claim_ready(), "abc")
+    has_samples("a claim after an overwrite", part.claim_ready(), "abc")
 
 
 @promise("Tags are merged: a key that is written again is replaced, the others stay.")
-def tags_are_merged(plane: Plane) -> None:
+def tags_are_merged(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("ab", {"x": torch.zeros(2)}, [{"v": 1, "w": [1]}, {"v": 2}])
     part.put("a", None, [{"v": 10, "z": "new"}])
@@ -114,21 +116,21 @@ def tags_are_merged(plane: Plane) -> None:
 
 
 @promise("A sample id is a non-empty string.")
-def an_id_that_is_not_a_non_empty_string_is_refused(plane: Plane) -> None:
+def an_id_that_is_not_a_non_empty_string_is_refused(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
     for bad in ("", 3, None, b"new"):
         _refused_whole(part, f"an id of {bad!r}", ["old", "new", bad], _numbers(3))
 
 
 @promise(REFUSED, TOGETHER)
-def an_id_that_is_there_twice_is_refused_and_nothing_is_written(plane: Plane) -> None:
+def an_id_that_is_there_twice_is_refused_and_nothing_is_written(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
     _refused_whole(part, "duplicate ids", ["old", "new", "new"], _numbers(3))
     _refused_whole(part, "duplicate ids", ["new", "old", "old"], None, [{"v": 9}] * 3)
 
 
 @promise(REFUSED, TOGETHER)
-def a_row_count_that_differs_from_the_ids_is_refused_and_nothing_is_written(plane: Plane) -> None:
+def a_row_count_that_differs_from_the_ids_is_refused_and_nothing_is_written(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
     for rows in (0, 1, 3):
         _refused_whole(part, f"{rows} rows for 2 ids", ["old", "new"], _numbers(rows))
@@ -137,7 +139,7 @@ def a_row_count_that_differs_from_the_ids_is_refused_and_nothing_is_written(plan
 
 
 @promise(REFUSED, TOGETHER)
-def tags_of_another_length_are_refused_and_nothing_is_written(plane: Plane) -> None:
+def tags_of_another_length_are_refused_and_nothing_is_written(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
     for count in (0, 1, 3):
         tags = [{"v": 9} for _ in range(count)]
@@ -150,24 +152,10 @@ def tags_of_another_length_are_refused_and_nothing_is_written(plane: Plane) -> N
         )
 
 
-@promise("A nested `TensorDict` is refused with `ValueError`.", TOGETHER)
-def a_tensordict_in_a_tensordict_is_refused_and_nothing_is_written(plane: Plane) -> None:
-    part = _with_one_sample(plane)
-    columns = {"x": torch.ones(2), "payload": TensorDict({"z": torch.ones(2)}, [2])}
-    _refused_whole(part, "a nested TensorDict", ["old", "new"], columns)
-
-
-@promise("strided with rows that differ in the first dimension only", TOGETHER)
-def nested_rows_that_differ_elsewhere_are_refused_and_nothing_is_written(plane: Plane) -> None:
-    part = _with_one_sample(plane)
-    columns = {"x": torch.ones(2), "payload": strided([torch.ones(2, 3), torch.ones(2, 4)])}
-    _refused_whole(part, "rows of (2, 3) and (2, 4)", ["old", "new"], columns)
-
-
 @promise(
     "Anything else: `TypeError` that names the field, unless the config says `allow_pickle: true`.", TOGETHER
 )
-def an_object_that_may_not_travel_is_refused_and_nothing_is_written(plane: Plane) -> None:
+def an_object_that_may_not_travel_is_refused_and_nothing_is_written(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
     for bad in _unwelcome():
         error = _refused_whole(
@@ -186,21 +174,53 @@ def an_object_that_may_not_travel_is_refused_and_nothing_is_written(plane: Plane
             [{"v": 9}, {"v": bad}],
             kind=TypeError,
         )
+    tags: list[dict[str, Any]] = [{"v": 9}, {"v": torch.zeros(2)}]
+    _refused_whole(part, "a tensor in a tag", ["old", "new"], _numbers(2), tags, kind=TypeError)
 
 
-@promise("or as `NonTensorData` that holds a list or an object array with one entry per row", TOGETHER)
-def an_object_column_without_one_entry_per_row_is_refused(plane: Plane) -> None:
+@promise(
+    "or as `NonTensorData` that holds a list, a tuple, an object array or a `<U` array with one entry "
+    "per row",
+    TOGETHER,
+)
+def an_object_column_without_one_entry_per_row_is_refused(plane: PlaneUnderTest) -> None:
     part = _with_one_sample(plane)
-    columns = {"x": torch.ones(2), "payload": NonTensorData(["one", "two", "three"], batch_size=[2])}
-    _refused_whole(part, "three objects for two rows", ["old", "new"], columns)
+    words = ["one", "two", "three"]
+    forms = {
+        "three objects": objects(words),
+        "a list of three objects": NonTensorData(words, batch_size=[2]),
+        "a tuple of three objects": NonTensorData(tuple(words), batch_size=[2]),
+        "an array of three objects": NonTensorData(np.array(words, object), batch_size=[2]),
+        "a <U array of three words": NonTensorData(np.array(words), batch_size=[2]),
+    }
+    for what, column in forms.items():
+        columns = TensorDict({}, [])
+        columns["x"], columns["payload"] = torch.ones(2), column
+        _refused_whole(part, f"{what} for two rows", ["old", "new"], columns)
+
+
+@promise(
+    'A single value for all rows, such as `NonTensorData("same")`, is refused with `ValueError` that says '
+    "how to write it.",
+    TOGETHER,
+)
+def a_single_object_for_all_rows_is_refused_with_the_way_to_write_it(plane: PlaneUnderTest) -> None:
+    part = _with_one_sample(plane)
+    # A text with a letter for each row, and a dict with a key for each, are single values all the same.
+    for single in ("same", "ab", b"ab", {"a": 1, "b": 2}, 7, None, np.array("same")):
+        column = NonTensorData(single, batch_size=[2])
+        what = f"the single value {single!r} for two rows"
+        error = _refused_whole(part, what, ["old", "new"], {"x": torch.ones(2), "payload": column})
+        for word in ("payload", "NonTensorStack"):
+            expect(word in str(error), f"a write with {what} raised {error!r}, which should name {word!r}")
 
 
 @promise("An empty list of ids writes nothing and returns an empty meta.")
-def an_empty_write_writes_nothing_and_returns_an_empty_meta(plane: Plane) -> None:
+def an_empty_write_writes_nothing_and_returns_an_empty_meta(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     for columns, tags in ((_numbers(0), None), (None, []), (TensorDict({}, [0]), None), (None, None)):
         equal("the ids of an empty write", part.put([], columns, tags).sample_ids, [])
-    took("a claim after it", part.claim_ready(required=[]), [])
+    has_samples("a claim after it", part.claim_ready(required=[]), [])
     expect(not part.is_consumed("train"), "an empty write counts as a write: the partition is consumed")
 
 
@@ -208,36 +228,56 @@ def an_empty_write_writes_nothing_and_returns_an_empty_meta(plane: Plane) -> Non
     "`fields=None` writes tags alone; for an id that is not there it makes a sample that has tags and "
     "no fields.",
 )
-def a_write_without_fields_writes_tags_alone(plane: Plane) -> None:
+def a_write_without_fields_writes_tags_alone(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "any"])
     part.put_numbers("a", start=1)
     part.put("ab", None, [{"v": 1}, {"v": 2}])
     equal("the field that was there", part.numbers("a"), [1.0])
     refuses(KeyError, "reading a field of a sample that has only tags", part.get, "b")
-    took("a claim on a field", part.claim_ready(), "a")
+    has_samples("a claim on a field", part.claim_ready(), "a")
     meta = part.claim_ready(task="any", required=[])
-    took("a claim without required fields", meta, "ab")
+    has_samples("a claim without required fields", meta, "ab")
     equal("its tags", meta.tags, [{"v": 1}, {"v": 2}])
     part.put_numbers("b")
-    took("a claim when the field was written", part.claim_ready(), "b")
+    has_samples("a claim when the field was written", part.claim_ready(), "b")
+
+
+@promise(
+    "With `must_exist=True` a write to samples that are not there, such as one that comes after they were "
+    "cleared, is a `KeyError` that names them, and nothing is written.",
+    feature="must_exist",
+)
+def a_late_write_does_not_bring_cleared_samples_back(plane: PlaneUnderTest) -> None:
+    part = plane.partition(fields=["x", "y"])
+    part.put_numbers("abc")
+    part.clear("b")
+    late = {"y": torch.ones(3)}
+    refuses(KeyError, "a late write", part.put, "abc", late, must_exist=True, mentions=["'b'", "1 of 3"])
+    refuses(KeyError, "late tags", part.put, "ab", None, [{"v": 1}, {}], must_exist=True, mentions=["'b'"])
+    has_samples("a claim on what would have been written", part.claim_ready(required=["y"]), [])
+    meta = part.claim_ready()
+    has_samples("a claim of what is there", meta, "ac")
+    equal("its tags", meta.tags, [{}, {}])
+    part.put("ac", {"y": torch.ones(2)}, must_exist=True)
+    equal("what was written in time", part.numbers("ac", "y"), [1.0, 1.0])
 
 
 @promise("An unregistered partition: `KeyError`.")
-def a_write_to_an_unregistered_partition_is_refused(plane: Plane) -> None:
+def a_write_to_an_unregistered_partition_is_refused(plane: PlaneUnderTest) -> None:
     part = plane.unregistered()
     refuses(KeyError, "a write", part.put_numbers, "a", mentions=[part.name])
     refuses(KeyError, "a write of tags", part.put, "a", None, [{"v": 1}], mentions=[part.name])
 
 
 @promise(RECEIPT)
-def a_write_returns_its_receipt(plane: Plane) -> None:
+def a_write_returns_its_receipt(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put("ba", {"y": torch.zeros(2)}, [{"old": 1}, {"old": 1}])
     tags: list[dict[str, Any]] = [{"input_lengths": 5}, {"input_lengths": 3, "v": [1]}]
     meta = part.put("ba", {"x": torch.tensor([1.0, 2.0])}, tags)
     equal("partition_id", meta.partition_id, part.name)
     equal("task_name", meta.task_name, None)
-    took("the receipt", meta, "ba")
+    has_samples("the receipt", meta, "ba")
     equal("fields", meta.fields, ["x"])
     equal("tags", meta.tags, tags)
     equal("sequence_lengths", meta.sequence_lengths, [5, 3])
@@ -248,6 +288,7 @@ def a_write_returns_its_receipt(plane: Plane) -> None:
     equal("fields of a write of tags", meta.fields, None)
     meta = part.put("ba", {"y": torch.zeros(2), "x": torch.zeros(2)})
     equal("fields of a write of two", sorted(meta.fields or []), ["x", "y"])
+    equal("tags of a write without tags", meta.tags, [{}, {}])
     equal("sequence_lengths of a write without tags", meta.sequence_lengths, None)
 
 
@@ -256,17 +297,17 @@ def _numbers(rows: int) -> TensorDict:
 
 
 def _unwelcome() -> list[Any]:
-    return [object(), {1, 2}, 1 + 2j, {1: "an int as a key"}, ["in a list", object()], torch.zeros(2), int]
+    return [object(), {1, 2}, 1 + 2j, {1: "an int as a key"}, ["in a list", object()], int]
 
 
-def _with_one_sample(plane: Plane) -> Partition:
+def _with_one_sample(plane: PlaneUnderTest) -> PartitionUnderTest:
     part = plane.partition(fields=["x", "payload"])
     part.put(["old"], {"x": torch.tensor([1.0])}, [{"v": 1}])
     return part
 
 
 def _refused_whole(
-    part: Partition,
+    part: PartitionUnderTest,
     what: str,
     ids: list[Any],
     columns: Any = None,
@@ -284,6 +325,6 @@ def _refused_whole(
     look = f"look-{uuid.uuid4().hex[:6]}"
     part.register(["x", "payload"], tasks=["train", look])
     seen = part.claim_ready(task=look, required=[])
-    took(f"a claim {after}", seen, ["old"])
+    has_samples(f"a claim {after}", seen, ["old"])
     equal(f"the tags {after}", seen.tags, [{"v": 1}])
     return error

@@ -1,13 +1,15 @@
 // The page: takes each picture from the stream and gives every part of the page its share.
 
+import { Beside } from "./beside.js";
 import { byId, el, segments, setAttribute, setOptions, setText } from "./dom.js";
 import { Feed } from "./feed.js";
 import { FlowPicture } from "./flow.js";
 import * as format from "./format.js";
 import { Histogram } from "./histogram.js";
 import { History } from "./history.js";
-import { Lives } from "./lives.js";
+import { SampleLifecycle } from "./lifecycle.js";
 import { TimePlot } from "./plots.js";
+import { TrainingSteps } from "./steps.js";
 import { Table } from "./table.js";
 import { onThemeChange, startTheme, toggleTheme } from "./theme.js";
 import { Tiles } from "./tiles.js";
@@ -32,6 +34,7 @@ const HELD = {
 const LATENCY_LINES = [
   { name: "p50", colour: "--teal" }, { name: "p90", colour: "--blue" }, { name: "p99", colour: "--amber" },
   { name: "mean", colour: "--faint", dash: [4, 4] }];
+const WAIT_KEYS = ["wait_p50", "wait_p90", "wait_p99", "wait_mean"];
 const STALE_LINES = [{ name: "mean", colour: "--violet", fill: "--blue-soft" }, { name: "p90", colour: "--amber", dash: [5, 4] }];
 
 const fillOf = (row) => {
@@ -47,12 +50,13 @@ class Page {
     this.view = null;
     this.paused = false;
     this.linked = false;
-    this.chosen = { throughput: "samples", held: "bytes", lives: "oldest" };
+    this.chosen = { throughput: "samples", held: "bytes", lifecycle: "oldest" };
     this.history = new History(() => this.drawHistory());
     this.tiles = new Tiles(byId("tiles"));
     this.flow = new FlowPicture(byId("flow"));
     this.histogram = new Histogram(byId("histogram"));
-    this.lives = new Lives(byId("lives"));
+    this.lifecycle = new SampleLifecycle(byId("lifecycle"));
+    this.beside = new Beside();
     this.makePlots();
     this.makeTables();
     this.makeControls();
@@ -68,10 +72,12 @@ class Page {
     this.plots = {
       throughput: new TimePlot(byId("plot-throughput"), { ...THROUGHPUT.samples, onZoom }),
       latency: new TimePlot(byId("plot-latency"), { lines: LATENCY_LINES, format: format.ns, log: true, onZoom }),
+      waiting: new TimePlot(byId("plot-waiting"), { lines: LATENCY_LINES, format: format.ns, log: true, onZoom }),
       held: new TimePlot(byId("plot-held"), { ...HELD.bytes, onZoom }),
       stale: new TimePlot(byId("plot-stale"), { lines: STALE_LINES, format: (value) => value.toFixed(1), onZoom }),
     };
-    onThemeChange(() => Object.values(this.plots).forEach((plot) => plot.redraw()));
+    this.steps = new TrainingSteps(onZoom);
+    onThemeChange(() => [...Object.values(this.plots), this.steps].forEach((plot) => plot.redraw()));
   }
 
   makeTables() {
@@ -84,15 +90,16 @@ class Page {
       { key: "p90", title: "p90", value: latencyOf("p90"), format: format.ns },
       { key: "p99", title: "p99", value: latencyOf("p99"), format: format.ns },
       { key: "max", title: "longest", value: (row) => row.latency?.max ?? null, format: format.ns },
+      { key: "wait_mean", title: "waited, mean", format: format.ns },
       { key: "failures", title: "failed", value: (row) => row.failures ?? 0, format: format.count, level: badIfAny },
-      { key: "timeouts", title: "timed out", value: (row) => row.timeouts ?? 0, format: format.count, level: (value) => (value > 0 ? "warning" : "quiet") },
+      { key: "timeouts", title: "timed out", value: (row) => row.timeouts ?? 0, format: format.count, level: (value, row) => (value > 0 && row.op !== "claim_meta" ? "warning" : "quiet") },
     ], { sort: "count" });
     this.partitionTable = new Table(byId("partitions"), "partition", [
       { key: "partition", title: "partition", text: true },
       { key: "samples", title: "samples", format: format.count },
       { key: "bytes", title: "bytes", format: format.bytes },
       { key: "fill", title: "capacity", value: fillOf, format: format.percent, meter: true, level: (value) => (value > 0.9 ? "error" : value > 0.7 ? "warning" : null) },
-      { key: "ready", title: "ready", format: format.count },
+      { key: "ready", title: "ready, by task", text: true, value: (row) => Object.entries(row.ready).map(([task, ready]) => `${task} ${format.count(ready)}`).join(" · ") || "–" },
       { key: "waiting", title: "claims waiting", format: format.count },
       { key: "oldest_age_s", title: "oldest", format: format.duration },
       { key: "written", title: "written", format: format.count },
@@ -100,6 +107,24 @@ class Page {
       { key: "failed", title: "failed", format: format.count, level: badIfAny },
       { key: "never_cleared", title: "never cleared", format: format.count, level: (value) => (value > 0 ? "warning" : "quiet") },
     ], { sort: "samples" });
+    this.fieldTable = new Table(byId("fields"), "id", [
+      { key: "partition", title: "partition", text: true },
+      { key: "field", title: "field", text: true },
+      { key: "bytes", title: "bytes written", format: format.bytes },
+      { key: "bytes_rate", title: "bytes/s", format: format.bytes },
+    ], { sort: "bytes" });
+    const flowOf = (key) => (row) => row.flow[key];
+    const byReason = (key) => (row) => Object.entries(row.flow[key]).map(([reason, count]) => `${format.count(count)} ${reason}`).join(" · ") || "–";
+    this.policyTable = new Table(byId("policies"), "partition", [
+      { key: "partition", title: "partition", text: true },
+      { key: "policy", title: "policy", text: true, value: (row) => row.flow.policy || "–" },
+      { key: "version", title: "weight version", value: flowOf("version"), format: format.count },
+      { key: "max_staleness", title: "bound", value: flowOf("max_staleness"), format: format.count },
+      { key: "admitted", title: "admitted", value: flowOf("admitted"), format: format.count },
+      { key: "waiting", title: "waiting for admission", value: flowOf("waiting"), format: format.count },
+      { key: "evicted", title: "evicted, by reason", text: true, value: byReason("evicted") },
+      { key: "closed_short", title: "groups closed short, by reason", text: true, value: byReason("closed_short") },
+    ], { sort: "partition", descending: false });
     this.workerTable = new Table(byId("workers"), "worker", [
       { key: "worker", title: "worker", text: true },
       { key: "role", title: "role", text: true },
@@ -135,13 +160,16 @@ class Page {
       this.plots.held.change(HELD[key]);
       this.drawHistory();
     });
-    segments(byId("lives-of"), [["oldest", "oldest in flight"], ["finished", "finished lately"]], "oldest", (key) => {
-      this.chosen.lives = key;
+    segments(byId("lifecycle-of"), [["oldest", "oldest in flight"], ["finished", "finished lately"]], "oldest", (key) => {
+      this.chosen.lifecycle = key;
       if (this.view) this.drawLives();
     });
     byId("latency-op").addEventListener("change", () => this.drawHistory());
     byId("histogram-op").addEventListener("change", () => this.view && this.drawHistogram());
-    byId("flow-partition").addEventListener("change", () => this.view && this.drawFlow());
+    byId("flow-partition").addEventListener("change", () => {
+      this.hasChosenFlow = true;
+      if (this.view) this.drawFlow();
+    });
     document.addEventListener("keydown", (event) => this.onKey(event));
     document.addEventListener("visibilitychange", () => !document.hidden && this.draw());
     this.pressRange();
@@ -238,11 +266,17 @@ class Page {
     setOptions(byId("latency-op"), ["all", ...view.ops.map((op) => op.op)], ["all operations", ...view.ops.map((op) => op.op)]);
     setOptions(byId("histogram-op"), view.ops.map((op) => op.op));
     setOptions(byId("flow-partition"), view.flows.map((flow) => flow.partition));
+    this.beside.update(view);
     this.drawFlow();
     this.drawHistogram();
     this.drawLives();
     this.opTable.update(view.ops);
     this.partitionTable.update(view.partitions);
+    byId("fields-panel").hidden = !view.fields.length;
+    this.fieldTable.update(view.fields);
+    const policies = view.partitions.filter((part) => part.flow);
+    byId("policies-panel").hidden = !policies.length;
+    this.policyTable.update(policies);
     this.workerTable.update(view.workers);
     this.drawLog();
     this.drawHistory();
@@ -258,7 +292,9 @@ class Page {
     const shown = [start + span[0], start + span[1]];
     const of = (lines) => lines.map((line) => columns[line.key]);
     this.tiles.update(view.totals, columns, span);
+    this.steps.update(view, shown);
     this.plots.throughput.set(times, of(THROUGHPUT[this.chosen.throughput].lines), shown);
+    this.plots.waiting.set(times, WAIT_KEYS.map((key) => columns[key]), shown);
     this.plots.held.set(times, of(HELD[this.chosen.held].lines), shown);
     this.plots.stale.set(times, [columns.stale_mean, columns.stale_p90], shown);
     const op = byId("latency-op").value || "all";
@@ -268,6 +304,8 @@ class Page {
   }
 
   drawFlow() {
+    // The busiest one, until somebody chooses.
+    if (!this.hasChosenFlow && this.view.flows.length) byId("flow-partition").value = this.view.flows[0].partition;
     const flow = this.view.flows.find((one) => one.partition === byId("flow-partition").value) ?? this.view.flows[0];
     this.flow.update(flow);
     const says = byId("flow-says");
@@ -282,7 +320,7 @@ class Page {
   }
 
   drawLives() {
-    this.lives.update(this.view.lives[this.chosen.lives], this.chosen.lives === "finished");
+    this.lifecycle.update(this.view.lifecycle[this.chosen.lifecycle], this.chosen.lifecycle === "finished");
   }
 
   drawLog() {
@@ -295,7 +333,7 @@ class Page {
     else {
       log.replaceChildren(...lines.map((line) => el("li", { "data-level": line.level },
         el("time", {}, format.clock(line.time_ms)), el("span", { class: "who" }, line.worker || "aggregator"),
-        el("span", { class: "what" }, line.text))));
+        el("span", { class: "what" }, line.count > 1 ? `${line.text} (${line.count} times since ${format.clock(line.first_ms)})` : line.text))));
     }
   }
 

@@ -33,7 +33,7 @@ export function bytes(value) {
 
 export function ns(value) {
   if (value === null || value === undefined) return NONE;
-  return Math.abs(value) < 1e9 ? scaled(value, 1000, [" ns", " µs", " ms", " s"]) : duration(value / 1e9);
+  return Math.abs(value) < 60e9 ? scaled(value, 1000, [" ns", " µs", " ms", " s"]) : duration(value / 1e9);
 }
 
 export function duration(seconds) {
@@ -55,4 +55,10 @@ export const percent = (share) => (share === null || share === undefined ? NONE 
 
 export function clock(milliseconds) {
   return new Date(milliseconds).toLocaleTimeString("en-GB");
+}
+
+// A share that may be small, with two figures.
+export function share(value) {
+  if (value === null || value === undefined) return NONE;
+  return `${Number((100 * value).toPrecision(2))}%`;
 }

@@ -2,7 +2,8 @@
 
 const MAX_POINTS = 2400;
 const PLAIN = ["time_s", "seconds", "ops", "bytes", "failures", "written", "claimed", "cleared",
-  "samples_held", "bytes_held", "latency_mean", "stale_mean", "stale_p90"];
+  "samples_held", "bytes_held", "latency_mean", "stale_mean", "stale_p90",
+  "waiting", "wait_mean", "wait_p50", "wait_p90", "wait_p99"];
 
 export class History {
   constructor(onChange) {

@@ -13,7 +13,7 @@ const TILES = [
   { key: "bytes_held", title: "Held",
     value: (t) => [format.bytes(t.bytes_held), ""],
     note: (t) => `${format.count(t.samples_held)} samples · peak ${format.bytes(t.bytes_peak)}` },
-  { key: "stale_mean", title: "Staleness",
+  { key: "stale_mean", title: "Staleness at the claim",
     value: (t, last) => [last.stale_mean === null || last.stale_mean === undefined
       ? format.count(t.stale_p50) : last.stale_mean.toFixed(1), "versions"],
     note: (t) => `p99 ${format.count(t.stale_p99)} · version ${format.count(t.weight_version)}` },

@@ -1,0 +1,132 @@
+"""What a run measures: the batches, how many rounds of each, and the counts of the control-plane parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Plan", "Workload", "full_plan", "quick_plan", "scaled_clients", "scaled_count"]
+
+MB = 10**6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch that is put, read twice and cleared in every round.
+
+    ``repeat`` is how often in one round: a short operation needs more measurements than a long one.
+    """
+
+    name: str
+    title: str
+    rows: int
+    fields: int
+    nbytes: int
+    ragged: bool
+    repeat: int = 1
+
+    def scaled(self, scale: float) -> Workload:
+        """The same batch with fewer bytes, but at least 64 for every row and field."""
+        least = self.rows * self.fields * 64
+        return replace(self, nbytes=max(int(self.nbytes * scale), least))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a run does. Workloads of one group alternate with each other."""
+
+    grpo: tuple[Workload, ...]
+    grpo_rounds: int
+    wide: tuple[Workload, ...]
+    wide_rounds: int
+    warm_up: int
+    pings: int
+    wakes: int
+    resident: tuple[int, ...]
+    claims: int
+    claim_size: int
+    clients: tuple[int, ...]
+    client_rounds: int
+    client_seconds: float
+    client_rows: int = 8
+    listed: int = 10_000
+    listings: int = 30
+
+    def scaled(self, scale: float) -> Plan:
+        """The same plan with bytes, counts and times multiplied, each kept large enough to mean something."""
+        if scale == 1:
+            return self
+        return replace(
+            self,
+            grpo=tuple(workload.scaled(scale) for workload in self.grpo),
+            grpo_rounds=scaled_count(self.grpo_rounds, scale, 2),
+            wide=tuple(workload.scaled(scale) for workload in self.wide),
+            wide_rounds=scaled_count(self.wide_rounds, scale, 2),
+            warm_up=scaled_count(self.warm_up, scale, 1),
+            pings=scaled_count(self.pings, scale, 20),
+            wakes=scaled_count(self.wakes, scale, 5),
+            resident=tuple(dict.fromkeys(max(int(n * scale), self.claim_size * 2) for n in self.resident)),
+            claims=scaled_count(self.claims, scale, 3),
+            clients=scaled_clients(self.clients, scale),
+            client_rounds=scaled_count(self.client_rounds, scale, 2),
+            client_seconds=max(self.client_seconds * scale, 0.1),
+            listed=scaled_count(self.listed, scale, 50),
+            listings=scaled_count(self.listings, scale, 3),
+        )
+
+
+def scaled_count(number: int, scale: float, least: int) -> int:
+    """A count on a smaller scale, but not below ``least``."""
+    return max(int(number * scale), least)
+
+
+def scaled_clients(counts: Sequence[int], scale: float) -> tuple[int, ...]:
+    """Counts of clients on a smaller scale: one stays one, and several stay several."""
+    return tuple(dict.fromkeys(max(int(count * scale), 1 + (count > 1)) for count in counts))
+
+
+def full_plan() -> Plan:
+    """The whole bench: some minutes, more with peers."""
+    return Plan(
+        grpo=(
+            Workload("grpo-13MB", "GRPO batch, 13 MB: 512 ragged rows × 6 fields", 512, 6, 13 * MB, True),
+            Workload("grpo-52MB", "GRPO batch, 52 MB: 512 ragged rows × 6 fields", 512, 6, 52 * MB, True),
+            Workload("rows-8", "8 rows of the 13 MB batch", 8, 6, 13 * MB * 8 // 512, True, repeat=20),
+        ),
+        grpo_rounds=15,
+        wide=_wide((1, 8, 32)),
+        wide_rounds=9,
+        warm_up=2,
+        pings=2000,
+        wakes=500,
+        resident=(1_000, 10_000, 100_000, 1_000_000),
+        claims=100,
+        claim_size=64,
+        clients=(1, 4, 16, 64),
+        client_rounds=5,
+        client_seconds=2.0,
+    )
+
+
+def quick_plan() -> Plan:
+    """The same parts with fewer rounds: under a minute for rlplane and the limits."""
+    plan = full_plan()
+    return replace(
+        plan,
+        grpo_rounds=7,
+        wide_rounds=3,
+        warm_up=1,
+        pings=500,
+        wakes=150,
+        claims=40,
+        listings=10,
+        client_rounds=3,
+        client_seconds=0.4,
+    )
+
+
+def _wide(fields: Sequence[int]) -> tuple[Workload, ...]:
+    return tuple(
+        Workload(f"wide-{n}", f"256 MB as {n} field{'s' * (n > 1)}: 512 equal rows", 512, n, 256 * MB, False)
+        for n in fields
+    )

@@ -1,0 +1,59 @@
+"""What a call to the plane consists of, without saying how each step is waited for.
+
+A call is a generator that yields its steps and is sent their results. ``PlaneClient`` performs them one after
+the other in the calling thread, and ``AsyncPlaneClient`` on an event loop. So what a put or a read does is
+written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from rlplane.service import protocol as wire
+
+__all__ = ["Call", "Exchange", "MoveBytes", "Step", "Undo", "ask"]
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Send a request and get its answer, a failure among them. ``waits_s`` is how long the service may take
+    because it waits for somebody else."""
+
+    request: wire.Request
+    waits_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoveBytes:
+    """Call ``function``, which encodes, copies or fetches about ``nbytes`` bytes, and get what it returns."""
+
+    function: Callable[[], Any]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Send a request that gives something back, because the call has failed. Its answer is of no interest."""
+
+    request: wire.Request
+
+
+Step: TypeAlias = Exchange | MoveBytes | Undo
+
+Call: TypeAlias = Generator[Step, Any, T]
+"""A call under way. An error in a step, a cancellation among them, is thrown into it. From then on it yields
+nothing but :class:`Undo`, which nobody has to wait for."""
+
+
+def ask(request: wire.Request, expected: type[A], *, waits_s: float = 0.0) -> Call[A]:
+    """Send a request and return its answer; a failure is raised."""
+    answer = yield Exchange(request, waits_s)
+    if isinstance(answer, wire.Failure):
+        raise wire.error_of(answer)
+    assert isinstance(answer, expected)
+    return answer

@@ -1,0 +1,112 @@
+"""The control service of a cluster, inside a Ray actor.
+
+The actor is only its home: clients speak to it over TCP, and Ray is asked once, for the address and the
+token.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlplane.adapters.client import DEFAULT_RECONNECT_TIMEOUT_S
+from rlplane.service.admission import share_for_live
+from rlplane.service.journal import Journal
+from rlplane.service.recovery import recover
+from rlplane.service.server import Server
+from rlplane.service.sockets import listen
+from rlplane.storage.chunks import chunk_keys
+from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
+from rlplane.storage.places import Place
+
+__all__ = ["ServiceActor"]
+
+
+class ServiceActor:
+    """Runs the control service in a thread as long as this actor lives."""
+
+    def __init__(self, cfg: dict[str, Any], about: dict[str, Any]) -> None:
+        from rlplane.adapters.transfer_queue.plane import Plane, open_store
+
+        plane = self._plane = Plane(**about, actor=None)
+        self._store = open_store(cfg, plane)  # type: ignore[arg-type]
+        self._discard = BackgroundDiscard(self._drop, self._dropped)
+        self._journal: Journal | None = None
+        self._host = KeyedHost(cfg["global_segment_size"] * cfg["num_storage_units"], self._discard_later)
+        capacity = cfg["storage_capacity"]
+        share = share_for_live(cfg)
+        recovered = None
+        self._files = Path(plane.journal_dir) if plane.journal_dir else None
+        if self._files is not None:
+            self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(self._files.glob("journal.*")):
+                # Ray has started this actor again, after its process died.
+                recovered = recover(self._files, capacity, self._host.limit, share)
+                self._host.adopt(list(recovered.places.values()), recovered.last_place)
+                for place in recovered.freed:
+                    self._discard.add(place, counted=False)
+            self._journal = Journal(self._files, 0 if recovered is None else recovered.generation)
+        listener, address = listen(f"tcp://{_listen_ip(cfg)}:0")
+        token = secrets.token_hex(32)
+        self._server = Server(
+            capacity,
+            self._host,
+            listener,
+            token=token,
+            journal=self._journal,
+            recovered=recovered,
+            reconnect_timeout_s=reconnect_timeout_s(cfg),
+            reserve_for_live=share,
+        )
+        plane.service = {"address": address, "token": token}
+        threading.Thread(target=self._server.run, name="rlplane-service", daemon=True).start()
+
+    def describe(self) -> dict[str, Any]:
+        """What a client needs to join."""
+        return self._plane.describe()
+
+    def pid(self) -> int:
+        """This actor's process."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.stop()
+        self._server.wait_closed(5.0)
+        self._discard.close()
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
+
+    def _discard_later(self, place: Place) -> bool:
+        if self._journal is None:
+            return self._discard.add(place)
+        # The bytes are needed for as long as the journal says that they are.
+        self._journal.afterwards(lambda: self._discard.add(place))
+        return False
+
+    def _drop(self, places: Sequence[Place]) -> None:
+        self._store.drop([key for place in places for key in chunk_keys(place)])
+
+    def _dropped(self, places: Sequence[Place]) -> None:
+        def count() -> None:
+            self._host.discarded(places)
+            self._server.service.room_came_free()
+
+        self._server.call_soon(count)
+
+
+def reconnect_timeout_s(cfg: Mapping[str, Any]) -> float:
+    """How long a client and a service that lost each other wait."""
+    wanted = cfg.get("reconnect_timeout_s")
+    return DEFAULT_RECONNECT_TIMEOUT_S if wanted is None else float(wanted)
+
+
+def _listen_ip(cfg: dict[str, Any]) -> str:
+    from transfer_queue.utils.zmq_utils import get_node_ip_address
+
+    return (cfg.get("transfer_queue") or {}).get("node_ip") or str(get_node_ip_address())

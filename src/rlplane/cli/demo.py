@@ -1,0 +1,204 @@
+"""``rlplane demo``: options, signals and exit codes around the job of :mod:`rlplane.demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from rlplane.cli.options import Flag, Json
+from rlplane.cli.outcome import CommandError, ExitCode
+from rlplane.cli.output import note, write_json, write_text
+
+if TYPE_CHECKING:
+    from rlplane.demo.job import Job, RunOutcome
+    from rlplane.demo.settings import Settings
+
+__all__ = ["demo"]
+
+_Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+_NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
+_BACKENDS = {"local": ["shm", "memory"], "transfer_queue": ["simple", "mooncake_cpu"]}
+
+
+def demo(
+    *,
+    steps: _Positive | None = None,
+    seed: int | None = None,
+    impl: Literal["local", "transfer_queue"] | None = None,
+    backend: Literal["shm", "memory", "simple", "mooncake_cpu"] | None = None,
+    max_staleness: _NotNegative | None = None,
+    dp_world: _Positive | None = None,
+    chaos: Flag = False,
+    chaos_every: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
+    resume: Path | None = None,
+    out: Path = Path("runs"),
+    as_json: Json = False,
+) -> int:
+    """Train a small transformer by asynchronous GRPO, with everything that moves going through the plane.
+
+    Parameters
+    ----------
+    steps
+        Steps of the optimizer. The default, 80, takes one to two minutes on two cores.
+    seed
+        Seed of the weights, the prompts and the sampling. Default 0.
+    impl
+        The engine: one machine, or TransferQueue on Ray. Default local.
+    backend
+        Where the engine keeps the data: shm or memory, simple or mooncake_cpu. Default shm, or simple.
+    max_staleness
+        Groups whose weights are more versions old than this are dropped. Default 3.
+    dp_world
+        Shard each batch by length for this many data-parallel ranks. Default 1.
+    chaos
+        Kill a random rollout or log-prob worker every few seconds, and replace it; on shm, kill the control
+        service in turn with them.
+    chaos_every
+        Seconds between two kills, on average.
+    resume
+        The directory of an interrupted run, which is to go on.
+    out
+        Where the directory of a new run is made.
+    """
+    from rlplane.demo.display import choose_display
+    from rlplane.demo.job import DemoError, Job
+    from rlplane.demo.redirect import redirected
+    from rlplane.demo.results import story, write_results
+
+    given = {
+        "steps": steps,
+        "seed": seed,
+        "max_staleness": max_staleness,
+        "dp_world": dp_world,
+        "trace_attempts": True if chaos else None,
+    }
+    settings, engine, run_dir = _resolve(given, impl, backend, resume, out)
+    if chaos and engine == ("local", "memory"):
+        raise CommandError("--chaos kills processes, and --backend memory has threads", ExitCode.USAGE)
+    display = choose_display(settings.steps, as_json)
+    job = Job(
+        settings,
+        run_dir,
+        impl=engine[0],
+        backend=engine[1],
+        chaos_s=chaos_every if chaos else None,
+        on_start=_tell_how_to_watch,
+        on_step=display.step,
+        on_death=display.death,
+    )
+    note(f"run {run_dir}: {'/'.join(engine)}, {settings.steps} steps, seed {settings.seed}")
+    # Packing ragged columns makes torch warn, once per process, about its own internals.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    # stdout is for the JSON: Ray prints its raylet's warnings there.
+    for_data = redirected(1, 2) if as_json else contextlib.nullcontext()
+    with _interrupting(job), display, _threads_share_the_cores(engine), for_data:
+        try:
+            outcome = job.run()
+        except DemoError as error:
+            raise CommandError(str(error)) from error
+    summary = write_results(outcome, run_dir)
+    if as_json:
+        write_json("demo", {**summary, "run_dir": str(run_dir)})
+    else:
+        write_text("\n".join(story(summary)))
+        write_text(f"report: {run_dir}/report.html, and .txt, .json, reward.svg, trace.json beside it")
+    if outcome.state == "INTERRUPTED":
+        note(how_to_go_on(outcome, engine, run_dir))
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK if outcome.balance is not None and outcome.balance.balanced else ExitCode.FAILED
+
+
+def how_to_go_on(outcome: RunOutcome, engine: tuple[str, str], run_dir: Path) -> str:
+    """The command that resumes an interrupted run, or the reason why there is none."""
+    if outcome.resumable:
+        return f"to go on: rlplane demo --resume {run_dir}"
+    if outcome.balance is None:
+        return "there is nothing to resume: it was interrupted before the trainer had begun"
+    return f"it cannot be resumed: {'/'.join(engine)} has no checkpoints"
+
+
+def _resolve(
+    given: dict[str, int | bool | None],
+    impl: str | None,
+    backend: str | None,
+    resume: Path | None,
+    out: Path,
+) -> tuple[Settings, tuple[str, str], Path]:
+    """What is to run and where: from the options, and from an earlier run that goes on."""
+    from rlplane.demo.job import INTERRUPTED_NAME
+    from rlplane.demo.settings import Settings
+
+    changes = {name: value for name, value in given.items() if value is not None}
+    if resume is None:
+        impl = impl or ("transfer_queue" if backend in _BACKENDS["transfer_queue"] else "local")
+        backend = backend or _BACKENDS[impl][0]
+        if backend not in _BACKENDS[impl]:
+            choices = " or ".join(_BACKENDS[impl])
+            raise CommandError(f"--impl {impl} has --backend {choices}, not {backend}", ExitCode.USAGE)
+        return Settings(**changes), (impl, backend), _new_directory(out)  # type: ignore[arg-type]
+    try:
+        earlier = json.loads((resume / INTERRUPTED_NAME).read_text())
+    except FileNotFoundError:
+        raise CommandError(
+            f"{resume} cannot be resumed: it has no {INTERRUPTED_NAME}, which an interrupted run leaves",
+            ExitCode.USAGE,
+        ) from None
+    if changes.get("seed", earlier["settings"]["seed"]) != earlier["settings"]["seed"]:
+        raise CommandError("--seed of a run that goes on cannot be changed", ExitCode.USAGE)
+    engine = (earlier["impl"], earlier["backend"])
+    if (impl or engine[0], backend or engine[1]) != engine:
+        raise CommandError(f"{resume} ran on {'/'.join(engine)}, and goes on there", ExitCode.USAGE)
+    settings = replace(Settings(**earlier["settings"]), **changes)  # type: ignore[arg-type]
+    return settings, engine, resume
+
+
+def _new_directory(out: Path) -> Path:
+    name = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ["", *(f".{number}" for number in range(2, 100))]:
+        with contextlib.suppress(FileExistsError):
+            (out / f"{name}{suffix}").mkdir(parents=True)
+            return out / f"{name}{suffix}"
+    raise CommandError(f"there are too many runs of {name} in {out}", ExitCode.CANNOT_START)
+
+
+def _tell_how_to_watch(job: Job) -> None:
+    note("watch it from another terminal: rlplane top, or rlplane dash for a page. Ctrl-C ends it in order.")
+
+
+@contextlib.contextmanager
+def _interrupting(job: Job) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the job in order, the second at once."""
+
+    def ask(signal_number: int, frame: object) -> None:
+        signal.signal(signal_number, signal.default_int_handler)
+        job.interrupt()
+
+    former = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _threads_share_the_cores(engine: tuple[str, str]) -> Iterator[None]:
+    """In one process, each stage's torch would take all cores for itself."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if engine == ("local", "memory") else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Other people's interfaces to a data plane, on our engines: their programs run unchanged."""

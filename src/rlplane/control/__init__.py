@@ -1,0 +1,17 @@
+"""The control state of a plane, pure: no socket, clock, thread, file or tensor.
+
+state.py       ControlState: all partitions, what waits for room, which blocks are still needed
+partition.py   one partition: its samples by row, where their fields are, each task's cursor
+queues.py      samples that are ready for a task, in the order in which they became ready
+groups.py      the same for whole GRPO groups
+ordered.py     the same in another order
+flow.py        what a partition remembers for its flow policy
+steps.py       batches that data-parallel ranks share
+tag_index.py   rows by the value of a tag, for tags that are asked for
+conditions.py  which rows satisfy the conditions that were asked for
+line.py        the order in which requests that wait for room get it
+policies.py    FlowPolicy, and the decisions of flow control: age, admission, order
+requests.py    Put, Claim, Batch, and Effects: what follows from a change
+rules.py       what a request may say: names, ids, tag conditions
+dump.py        the state as bytes, and how it is built again
+"""

@@ -1,0 +1,201 @@
+"""The decisions of flow control, pure: what is too old, what may be admitted, what comes first.
+
+Nothing here knows rows, queues or clients: numbers and tags go in, decisions come out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+
+from rlplane.errors import InvalidRequestError
+
+__all__ = ["LENGTH_TAG", "FlowPolicy", "Order", "tokens_of"]
+
+LENGTH_TAG = "input_lengths"
+_ORDERS = "fifo, lifo, priority:<tag> or random:<seed>"
+
+PolicyKind = Literal["unbounded", "windowed", "ready_first", "weight_fifo", "in_order"]
+
+
+class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a partition keeps rollouts and training together: how old a sample may be, and what follows.
+
+    The *version* of a partition is what the trainer last told with ``advance_version``; that of a sample is
+    its tag ``version_tag``. A *prompt* is a sample, or with ``grpo_group_size`` a group.
+
+    Groups that end short: ``group_timeout_s`` after its first member was finished (has ``finished_fields``),
+    a group that has ``min_group_size`` of them is closed, and any other is given up.
+
+    Make one with :meth:`windowed`, :meth:`ready_first`, :meth:`weight_fifo` or :meth:`in_order`, or give
+    ``register_partition`` a mapping with the same names: ``{"kind": "windowed", "max_staleness": 2}``.
+    It is on the wire and on disk: new fields come last, with a default.
+    """
+
+    kind: PolicyKind = "unbounded"
+    max_staleness: int = 0
+    batch: int = 0
+    freshest_first: bool = False
+    version_tag: str = "weight_version"
+    first_version: int = 0
+    training_task: str = "train"
+    admitting_task: str = "rollout"
+    finished_fields: list[str] = []
+    min_group_size: int = 0
+    group_timeout_s: float | None = None
+
+    @classmethod
+    def windowed(cls, max_staleness: int, *, freshest_first: bool = False, **more: Any) -> Self:
+        """Rollouts are never held back; what has become older than ``max_staleness`` is evicted."""
+        return cls(kind="windowed", max_staleness=max_staleness, freshest_first=freshest_first, **more)
+
+    @classmethod
+    def ready_first(cls, max_staleness: int, batch: int, **more: Any) -> Self:
+        """Only as many prompts are admitted as can be trained in time; what is ready first is trained first.
+
+        ``batch`` is the number of prompts of a training step.
+        """
+        return cls(kind="ready_first", max_staleness=max_staleness, batch=batch, **more)
+
+    @classmethod
+    def weight_fifo(cls, max_staleness: int, batch: int, **more: Any) -> Self:
+        """Admission as :meth:`ready_first`; the oldest version is trained first."""
+        return cls(kind="weight_fifo", max_staleness=max_staleness, batch=batch, **more)
+
+    @classmethod
+    def in_order(cls, lookahead: int, batch: int, **more: Any) -> Self:
+        """Admission as :meth:`ready_first`; a step trains exactly the prompts that were admitted for it."""
+        return cls(kind="in_order", max_staleness=lookahead, batch=batch, **more)
+
+    @classmethod
+    def checked(cls, flow: FlowPolicy | Mapping[str, Any] | None, tasks: Sequence[str]) -> FlowPolicy | None:
+        """A policy from what ``register_partition`` was given, or what is wrong with it."""
+        if flow is None:
+            return None
+        if not isinstance(flow, FlowPolicy):
+            if not isinstance(flow, Mapping):
+                raise InvalidRequestError(f"flow must be a FlowPolicy or a mapping, not {flow!r:.80}")
+            given = dict(flow)
+            if given.get("kind") == "in_order" and "lookahead" in given:
+                given["max_staleness"] = given.pop("lookahead")
+            try:
+                flow = msgspec.convert(given, cls)
+            except msgspec.ValidationError as error:
+                raise InvalidRequestError(f"flow is not a policy: {error}") from error
+        try:
+            # A policy that was made in code has not been looked at yet.
+            flow = msgspec.convert(msgspec.structs.asdict(flow), cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequestError(f"flow is not a policy: {error}") from error
+        if flow.max_staleness < 0:
+            raise InvalidRequestError(f"flow: max_staleness must be at least 0, not {flow.max_staleness}")
+        if flow.is_gated and flow.batch < 1:
+            raise InvalidRequestError(f"flow: {flow.kind} needs batch, the number of prompts of a step")
+        if flow.group_timeout_s is not None and not (flow.group_timeout_s > 0 and flow.finished_fields):
+            raise InvalidRequestError(
+                "flow: group_timeout_s must be above 0 and needs finished_fields, which say when a member is "
+                f"finished; they are {flow.group_timeout_s} and {flow.finished_fields}"
+            )
+        for role, task in flow.roles():
+            if task not in tasks:
+                raise InvalidRequestError(
+                    f"flow: {flow.kind} needs {role}, and {task!r} is not one of the tasks {list(tasks)}"
+                )
+        return flow
+
+    def roles(self) -> list[tuple[str, str]]:
+        """The tasks that the policy is about."""
+        training, admitting = ("training_task", self.training_task), ("admitting_task", self.admitting_task)
+        return {
+            "unbounded": [],
+            "windowed": [training],
+            "ready_first": [admitting],
+            "weight_fifo": [training, admitting],
+            "in_order": [training, admitting],
+        }[self.kind]
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether prompts have to be admitted."""
+        return self.kind in ("ready_first", "weight_fifo", "in_order")
+
+    @property
+    def training_order(self) -> Order | None:
+        """In which order the training task gets samples, if not first ready, first claimed."""
+        if self.kind == "weight_fifo":
+            return Order.by_version(self.version_tag, freshest=False)
+        if self.kind == "windowed" and self.freshest_first:
+            return Order.by_version(self.version_tag, freshest=True)
+        return None
+
+    def version_of(self, tags: Mapping[str, Any]) -> int | None:
+        """The version of a sample, if it has one."""
+        version = tags.get(self.version_tag)
+        return version if type(version) is int else None
+
+    def oldest(self, version: int) -> int | None:
+        """The oldest version of a sample that may be trained at ``version``; None: any may."""
+        return version - self.max_staleness if self.kind == "windowed" else None
+
+    def admissible(self, version: int) -> int:
+        """How many prompts may have been admitted, in all, at ``version``."""
+        return max(version - self.first_version + self.max_staleness + 1, 0) * self.batch
+
+
+class Order:
+    """In which order samples come: ``fifo``, ``lifo``, ``priority:<tag>`` or ``random:<seed>``."""
+
+    __slots__ = ("argument", "kind", "text")
+
+    def __init__(self, text: str | None) -> None:
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"order must be {_ORDERS}, not {text!r:.80}")
+        self.text = text or "fifo"
+        self.kind, colon, self.argument = self.text.partition(":")
+        needs_argument = self.kind in ("priority", "random")
+        if self.kind not in ("fifo", "lifo", "priority", "random") or needs_argument != bool(colon):
+            raise InvalidRequestError(f"order must be {_ORDERS}, not {text!r}")
+        if needs_argument and not self.argument:
+            raise InvalidRequestError(f"order {text!r} lacks what comes after the colon")
+
+    @classmethod
+    def by_version(cls, tag: str, *, freshest: bool) -> Self:
+        """By the version of the oldest member."""
+        order = cls("fifo")
+        order.kind, order.argument = "freshest" if freshest else "oldest", tag
+        order.text = f"{order.kind}:{tag}"
+        return order
+
+    def key(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Any:
+        """What samples that come together (one, or a group) are sorted by: the lowest key comes first, and of
+        equal keys what came first (last, for ``lifo``)."""
+        match self.kind:
+            case "random":
+                return hashlib.blake2b(f"{self.argument}/{ids[0]}".encode(), digest_size=8).digest()
+            case "priority":
+                return -max(_number(of_sample.get(self.argument), -math.inf) for of_sample in tags)
+            case "oldest":
+                return min(_number(of_sample.get(self.argument), math.inf) for of_sample in tags)
+            case "freshest":
+                return -min(_number(of_sample.get(self.argument), -math.inf) for of_sample in tags)
+            case _:
+                return 0
+
+
+def _number(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, (int, float)) and value == value else otherwise
+
+
+def tokens_of(sample_id: str, tags: Mapping[str, Any]) -> int:
+    """How many tokens a sample has by its tag ``input_lengths``."""
+    length = tags.get(LENGTH_TAG)
+    if type(length) is not int or length < 0:
+        raise InvalidRequestError(
+            f"a claim with max_tokens counts the tag {LENGTH_TAG!r}, and that of sample {sample_id!r} is "
+            f"{length!r}"
+        )
+    return length

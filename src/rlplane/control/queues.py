@@ -1,0 +1,309 @@
+"""Queues of samples that are ready for a task, row by row; :mod:`rlplane.control.groups` has whole groups.
+
+A queue knows rows only. Rows are offered when they become ready, discarded when they are claimed
+elsewhere or cleared, and popped from the front. Both kinds cost the rows that they touch, never the
+rows that they hold.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ReadyQueue", "RowQueue", "RowTable"]
+
+Rows = NDArray[np.int64]
+Match = Callable[[Rows], NDArray[np.bool_]]
+"""For each row, whether it may be taken."""
+
+# How many rows of a queue are looked at together: few at first, because most claims find theirs at the front.
+_PIECE, _LARGEST_PIECE = 256, 4096
+_MOST_ADDED = 1024
+
+
+class RowTable(Protocol):
+    """What a queue needs to know of the partition's rows."""
+
+    size: int
+    serial: NDArray[np.int64]
+    ids: NDArray[Any]
+    tags: NDArray[Any]
+    groups: NDArray[Any]
+
+
+class ReadyQueue(ABC):
+    """What both kinds can do. ``ready`` is the number of rows that can be taken."""
+
+    def __init__(self, table: RowTable) -> None:
+        self.ready = 0
+        self._table = table
+        # For each claim how much it wants, how much of that was found, how much of _added is in that, and
+        # its condition.
+        self._counted: dict[object, tuple[int, int, int, Match]] = {}
+        self._added: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Conditions are functions; what was counted is counted again.
+        return {**vars(self), "_counted": {}, "_added": []}
+
+    def touched(self) -> None:
+        """Forget what was counted, because it is not known what has changed."""
+        self._counted.clear()
+        self._added.clear()
+
+    def count(self, enough: int, match: Match | None, asker: object) -> int:
+        """How much ``pop`` would give, counted up to ``enough``. An ``asker`` has one condition, and what is
+        counted for it is remembered: a claim that waits asks again after every write, and only what was
+        written has to be counted. None is not remembered."""
+        if match is None:
+            return min(self._room_for_all, enough)
+        if asker is None:
+            return self._count_matching(enough, match)
+        wanted, found, seen, _ = self._counted.get(asker, (0, 0, 0, match))
+        found = self._count_matching(enough, match) if wanted != enough else found + self._new(match, seen)
+        self._counted[asker] = (enough, found, len(self._added), match)
+        return min(found, enough)
+
+    def keep_counts(self, askers: Collection[object]) -> None:
+        """Forget what was counted for claims that do not wait any more."""
+        if self._counted:
+            self._counted = {asker: known for asker, known in self._counted.items() if asker in askers}
+            if not self._counted:
+                self._added.clear()
+
+    @abstractmethod
+    def withdraw(self, rows: Rows) -> None:
+        """The tags of these rows are about to change; :meth:`readmit` follows."""
+
+    @abstractmethod
+    def readmit(self, rows: Rows) -> None:
+        """The tags of these rows have changed."""
+
+    @abstractmethod
+    def candidates(self) -> tuple[Rows, int]:
+        """What is in the queue, about in its order, and how many rows belong together: for a look at the
+        tags before a claim is made."""
+
+    @property
+    def _room_for_all(self) -> int:
+        return self.ready
+
+    @abstractmethod
+    def _room_in(self, units: Any, match: Match) -> int:
+        """How much of a batch those rows or groups take that match."""
+
+    @abstractmethod
+    def _joined(self, parts: list[Any]) -> Any:
+        """Rows or groups that came one after the other, as if they had come together."""
+
+    def _new(self, match: Match, seen: int) -> int:
+        return self._room_in(self._joined(self._added[seen:]), match) if seen < len(self._added) else 0
+
+    def _note_added(self, units: Any) -> None:
+        if self._counted:
+            self._added.append(units)
+            if len(self._added) > _MOST_ADDED:
+                self._note_gone(None)
+
+    def _note_gone(self, units: Any) -> None:
+        """Take rows or groups that are about to leave out of what was counted."""
+        if not self._counted:
+            return
+        counted = {}
+        for asker, (enough, found, seen, match) in self._counted.items():
+            found += self._new(match, seen)
+            # A count that was ended because it was enough does not say what is in it.
+            if found < enough:
+                gone = 0 if units is None else self._room_in(units, match)
+                counted[asker] = (enough, found - gone, 0, match)
+        self._counted = counted
+        self._added.clear()
+
+    @abstractmethod
+    def offer(self, rows: Rows) -> None:
+        """Append rows that are ready and unclaimed; those that are already in are left alone."""
+
+    @abstractmethod
+    def restore(self, rows: Rows) -> None:
+        """Put rows that were claimed back to the front, in the order given."""
+
+    @abstractmethod
+    def discard(self, rows: Rows) -> None:
+        """Remove rows, wherever they are."""
+
+    @abstractmethod
+    def pop(self, count: int, match: Match | None) -> Rows:
+        """Remove and return up to ``count`` rows from the front, of those that match."""
+
+    @abstractmethod
+    def grow(self, size: int) -> None:
+        """Make room for rows up to ``size``."""
+
+    def look_again(self, name: str) -> None:
+        """The size of a group has changed: perhaps it is whole now."""
+        self.touched()
+
+    @abstractmethod
+    def units(self, match: Match | None) -> Iterator[list[int]]:
+        """What ``pop`` would give, in its order, one by one: a row, or the rows of a group."""
+
+    def room_of(self, unit: list[int]) -> int:
+        """What one of ``units`` takes of a batch."""
+        return len(unit)
+
+    def _count_matching(self, enough: int, match: Match) -> int:
+        found = 0
+        for unit in self.units(match):
+            found += self.room_of(unit)
+            if found >= enough:
+                break
+        return found
+
+
+class RowQueue(ReadyQueue):
+    """Rows one by one, kept as the chunks in which they came.
+
+    Removing a row only clears its bit; the chunk is filtered when it comes to the front. A row that
+    came back while an old entry of it is still in a chunk is there twice, and the first one counts.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
+        self._queued = np.zeros(table.size, bool)
+        self._chunks: deque[tuple[Rows, NDArray[np.int64]]] = deque()
+        self._held = 0
+
+    def grow(self, size: int) -> None:
+        queued = np.zeros(size, bool)
+        queued[: len(self._queued)] = self._queued
+        self._queued = queued
+
+    def offer(self, rows: Rows) -> None:
+        rows = rows[~self._queued[rows]]
+        if len(rows):
+            self._add(rows, self._chunks.append)
+
+    def restore(self, rows: Rows) -> None:
+        if len(rows):
+            self._add(rows, self._chunks.appendleft)
+
+    def discard(self, rows: Rows) -> None:
+        gone = rows[self._queued[rows]]
+        if len(gone):
+            self._note_gone(gone)
+            self._queued[gone] = False
+            self.ready -= len(gone)
+            if self._held > 2 * self.ready + 4096:
+                self._compact()
+
+    def pop(self, count: int, match: Match | None) -> Rows:
+        taken: list[Rows] = []
+        skipped: list[tuple[Rows, NDArray[np.int64]]] = []
+        piece = 4 * count + _PIECE
+        while count and self._chunks:
+            rows, serials = self._chunks.popleft()
+            if len(rows) > piece:
+                # A look at a piece of a large chunk, so that a claim costs the batch; slices are views.
+                self._chunks.appendleft((rows[piece:], serials[piece:]))
+                rows, serials = rows[:piece], serials[:piece]
+            self._held -= len(rows)
+            valid = self._valid(rows, serials)
+            if match is None:
+                chosen = valid[:count]
+                rest = valid[count:]
+            else:
+                chosen, rest = _split(valid, count, match)
+            if len(rest):
+                skipped.append((rest, self._table.serial[rest]))
+                self._held += len(rest)
+            if len(chosen):
+                # At once, so that an old entry of the same row further back is not taken again.
+                self._queued[chosen] = False
+                taken.append(chosen)
+                count -= len(chosen)
+            piece = max(piece, min(2 * piece, _LARGEST_PIECE))
+        self._chunks.extendleft(reversed(skipped))
+        if not taken:
+            return np.empty(0, np.int64)
+        rows = taken[0] if len(taken) == 1 else np.concatenate(taken)
+        self.ready -= len(rows)
+        self._note_gone(rows)
+        return rows
+
+    def units(self, match: Match | None) -> Iterator[list[int]]:
+        seen: set[int] = set()
+        for rows in self._pieces():
+            for row in (rows if match is None else rows[match(rows)]).tolist():
+                if row not in seen:
+                    seen.add(row)
+                    yield [row]
+
+    def withdraw(self, rows: Rows) -> None:
+        self._note_gone(rows[self._queued[rows]])
+
+    def readmit(self, rows: Rows) -> None:
+        self._note_added(rows[self._queued[rows]])
+
+    def candidates(self) -> tuple[Rows, int]:
+        chunks = [rows for rows, _ in self._chunks]
+        return (np.concatenate(chunks) if chunks else np.empty(0, np.int64)), 1
+
+    def _joined(self, parts: list[Rows]) -> Rows:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _room_in(self, units: Rows, match: Match) -> int:
+        return int(np.count_nonzero(match(units)))
+
+    def _count_matching(self, enough: int, match: Match) -> int:
+        matching: list[Rows] = []
+        found = 0
+        for rows in self._pieces():
+            matching.append(rows[match(rows)])
+            found += len(matching[-1])
+            if found >= enough:
+                # A row may be in two chunks, and counts once.
+                matching = [np.unique(np.concatenate(matching))]
+                found = len(matching[0])
+                if found >= enough:
+                    return found
+        return len(np.unique(np.concatenate(matching))) if matching else 0
+
+    def _pieces(self) -> Iterator[Rows]:
+        size = _PIECE
+        for rows, serials in self._chunks:
+            at = 0
+            while at < len(rows):
+                yield self._valid(rows[at : at + size], serials[at : at + size])
+                at += size
+                size = min(2 * size, _LARGEST_PIECE)
+
+    def _add(self, rows: Rows, place: Callable[[tuple[Rows, NDArray[np.int64]]], None]) -> None:
+        self._queued[rows] = True
+        self.ready += len(rows)
+        self._held += len(rows)
+        place((rows, self._table.serial[rows]))
+        self._note_added(rows)
+
+    def _valid(self, rows: Rows, serials: NDArray[np.int64]) -> Rows:
+        valid: Rows = rows[self._queued[rows] & (self._table.serial[rows] == serials)]
+        return valid
+
+    def _compact(self) -> None:
+        kept = [self._valid(rows, serials) for rows, serials in self._chunks]
+        rows = np.concatenate(kept)
+        _, first = np.unique(rows, return_index=True)
+        rows = rows[np.sort(first)]
+        self._chunks = deque([(rows, self._table.serial[rows])])
+        self._held = len(rows)
+
+
+def _split(rows: Rows, count: int, match: Match) -> tuple[Rows, Rows]:
+    """The first ``count`` rows that match, and all the others."""
+    chosen = np.zeros(len(rows), bool)
+    chosen[np.flatnonzero(match(rows))[:count]] = True
+    return rows[chosen], rows[~chosen]

@@ -1,0 +1,545 @@
+"""``ControlState``: which samples exist, what is ready, who has claimed what.
+
+Pure bookkeeping: no lock, no thread, no clock and no I/O, so that it can be tested by itself and owned
+by whoever serialises access to it: a lock inside one process, or a service that many processes ask.
+
+The state holds no data. A put names, for each field, a *block*: the number of a piece of storage
+that has already been filled, in which row ``i`` of the put is at position ``i``. The state
+remembers (block, position) per sample and field, counts the rows that still need a block, and reports
+a block as freed when none does.
+
+Everything that happens per row happens in numpy: a put or claim of 512 rows costs tens of
+microseconds, whatever the number of resident samples. For each (task, required fields) that was
+ever asked for there is a queue of ready samples, fed by the writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.conditions import Look
+from rlplane.control.line import WaitingLine
+from rlplane.control.partition import TIMEOUT, Partition, Pieces
+from rlplane.control.policies import Order
+from rlplane.control.requests import NOBODY, Batch, Claim, Effects, Put
+from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
+from rlplane.errors import (
+    CapacityError,
+    CapacityTimeoutError,
+    DataPlaneError,
+    InvalidRequestError,
+    MissingDataError,
+    UnknownPartitionError,
+)
+
+__all__ = ["STALE", "ControlState"]
+
+# Up to this many references are counted faster by a Counter than by numpy.unique.
+_FEW = 256
+STALE = "stale"
+"""Why a sample was evicted that had become too old."""
+
+
+class ControlState:
+    """All partitions of one plane.
+
+    A call that changes something returns its :class:`~rlplane.control.requests.Effects`. A call that raises
+    has changed nothing. Whoever owns the state sets ``now`` (a monotonic clock) before a call.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.partitions: dict[str, Partition] = {}
+        self.live = 0
+        self.stamp = 0
+        self.has_clocks = False  # whether a policy has groups that end by themselves
+        self.latest_dropped = 0  # the highest version of a partition that was dropped
+        self.now = 0.0
+        self._waiting_puts: WaitingLine[Put] = WaitingLine()
+        self._block_rows: dict[int, int] = {}
+        self._block_home: dict[int, tuple[Partition, int]] = {}
+
+    def partition(self, partition_id: str) -> Partition:
+        """The partition of that name, or ``UnknownPartitionError``."""
+        try:
+            return self.partitions[partition_id]
+        except (KeyError, TypeError):
+            known = ", ".join(map(repr, sorted(self.partitions)[:8])) or "none yet"
+            raise UnknownPartitionError(
+                f"partition {partition_id!r} is not registered; registered are: {known}"
+            ) from None
+
+    # Changes
+
+    def register(self, spec: PartitionSpec, *, extend: bool = False) -> Effects:
+        """Create a partition, or replace the schema and task list of one that exists.
+
+        With ``extend``, one that exists keeps what it has, and gets the fields and tasks that it lacks.
+        """
+        effects = Effects()
+        if extend and spec.partition_id in self.partitions:
+            known = self.partitions[spec.partition_id].spec
+            if set(spec.fields) <= set(known.fields) and set(spec.tasks) <= set(known.tasks):
+                return effects
+            spec = known.extended(spec.fields, spec.tasks)
+        self.has_clocks |= spec.flow is not None and spec.flow.group_timeout_s is not None
+        partition = self.partitions.get(spec.partition_id)
+        if partition is None:
+            # A client that still knows a partition of that name which was dropped must notice.
+            self.partitions[spec.partition_id] = Partition(spec, self.latest_dropped + 1)
+            return effects
+        effects.answers.extend((claim.token, error) for claim, error in partition.register(spec))
+        self._waiting_puts.reconsider()
+        self._evict(partition, partition.stale(), STALE, effects)
+        self._answer_claims(partition, effects)
+        return effects
+
+    def put(self, put: Put) -> Effects:
+        """Write at once, which answers the put with None, or keep it waiting until there is room."""
+        partition = self.partition(put.partition_id)
+        new = partition.check_put(put)
+        effects = Effects()
+        if self.capacity is not None and new:
+            self._refuse_impossible(new, self.capacity)
+            # Behind the puts that already wait, or a large one would starve.
+            if self._waiting_puts or self.live + new > self.capacity:
+                self._waiting_puts.append(put, self.now)
+                self._retry_puts(effects)
+                return effects
+        effects.answers.append((put.token, None))
+        self._write(partition, put, effects)
+        return effects
+
+    def claim(self, claim: Claim, *, blocking: bool) -> Effects:
+        """Answer a claim with a batch at once, or, when ``blocking`` and not enough is ready, later."""
+        partition = self.partition(claim.partition_id)
+        task = partition.task(claim.task)
+        check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
+        queue = partition.queue(task, claim)
+        effects = Effects()
+        if claim.step is not None:
+            _check_ranks(partition.spec, claim)
+        if blocking:
+            # Behind one that wants the same and waits already, it waits too: no need to look at all of them.
+            # Not so a rank's: its part of a step may be there already.
+            behind = claim.step is None and any(
+                earlier.fields == claim.fields
+                and (earlier.order and earlier.order.text) == (claim.order and claim.order.text)
+                and (earlier.where is None or earlier.where == claim.where)
+                for earlier in task.waiting
+            )
+            task.waiting.append(claim)
+            task.last = claim
+            if not behind:
+                effects.answers.extend(partition.answer_claims(task))
+        else:
+            count = claim.batch_size
+            if claim.step is not None:
+                # Like one that waits, and is answered with nothing instead.
+                task.waiting.append(claim)
+                task.last = claim
+                effects.answers.extend(partition.answer_claims(task))
+                if claim in task.waiting:
+                    task.waiting.remove(claim)
+                    effects.answers.append((claim.token, Batch([], [])))
+                return effects
+            if partition.is_limited(task, claim):
+                count, _ = partition.fit(task, queue, claim)
+            task.last = claim
+            effects.answers.append((claim.token, partition.claim(task, queue, claim, count)))
+            if claim.max_uses > 1:
+                effects.answers.extend(partition.answer_claims(task))
+        return effects
+
+    def look_for_claim(self, claim: Claim) -> Iterator[Look]:
+        """What has to be looked at before a claim with a condition, in pieces, so that the claim itself takes
+        no time. Nothing changes."""
+        partition = self.partition(claim.partition_id)
+        task = partition.task(claim.task)
+        check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
+        return partition.look_for_claim(task, claim)
+
+    def look_for(self, partition_id: str, where: Mapping[str, Any]) -> Iterator[Look]:
+        """The same for :meth:`peek` and :meth:`count`."""
+        compile_where(where)
+        return self.partition(partition_id).look_for(where)
+
+    def give_up(self, token: object) -> Effects:
+        """End a waiting request: it is answered with the error that its caller gets. Nothing if it does
+        not wait (any more)."""
+        effects = Effects()
+        for put in self._waiting_puts:
+            if put.token is token:
+                self._waiting_puts.remove(put)
+                error = CapacityTimeoutError(
+                    f"no room for {len(put.ids)} samples in partition {put.partition_id!r}: "
+                    f"{self.live} of storage_capacity {self.capacity} are in use; nothing was written"
+                )
+                self._refuse(put, error, effects)
+                self._retry_puts(effects)
+                return effects
+        for partition in self.partitions.values():
+            for task in partition.tasks.values():
+                for claim in task.waiting:
+                    if claim.token is token:
+                        task.waiting.remove(claim)
+                        effects.answers.append((token, partition.timeout_error(task, claim)))
+                        self._answer_claims(partition, effects)
+                        return effects
+        return effects
+
+    def withdraw(self, tokens: Collection[object]) -> Effects:
+        """End waiting requests without an answer, because nobody waits for it any more."""
+        effects = Effects()
+        for put in [put for put in self._waiting_puts if put.token in tokens]:
+            self._waiting_puts.remove(put)
+            effects.freed.extend(put.blocks.values())
+        for partition in self.partitions.values():
+            for task in partition.tasks.values():
+                left = [claim for claim in task.waiting if claim.token not in tokens]
+                if len(left) < len(task.waiting):
+                    # It may have held back others.
+                    task.waiting = left
+                    effects.answers.extend(partition.answer_claims(task))
+        self._retry_puts(effects)
+        return effects
+
+    def clear(self, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
+        """Drop samples (all of them for None); also returns how many there were."""
+        partition = self.partition(partition_id)
+        effects = Effects()
+        rows = partition.live_rows(ids)
+        if len(rows):
+            self._remove(partition, rows, effects)
+            # A sample that is gone may have been all that stood between a claim and its tail.
+            self._answer_claims(partition, effects)
+            self._retry_puts(effects)
+        return len(rows), effects
+
+    def advance(self, partition_id: str, version: int) -> Effects:
+        """The trainer has published weights: what is too old now is evicted, and the gate opens."""
+        partition = self.partition(partition_id)
+        if type(version) is not int or version < partition.flow.version:
+            raise InvalidRequestError(
+                f"version {version!r} of partition {partition_id!r} is not an integer of at least "
+                f"{partition.flow.version}, which it has now"
+            )
+        effects = Effects()
+        partition.flow.version = version
+        self._evict(partition, partition.stale(), STALE, effects)
+        self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+        return effects
+
+    def close_group(
+        self, partition_id: str, group: str | int, reason: str, fields: Sequence[str] = ()
+    ) -> tuple[int, Effects]:
+        """End a group with the members that it has; also returns how many those are."""
+        partition = self.partition(partition_id)
+        name = group_name(group)
+        if not partition.spec.group_size:
+            raise InvalidRequestError(f"partition {partition_id!r} was registered without grpo_group_size")
+        if not partition.members(name):
+            raise MissingDataError(f"partition {partition_id!r} has no group {group!r}")
+        effects = Effects()
+        policy = partition.spec.flow
+        fields = fields or ([] if policy is None else policy.finished_fields)
+        self._evict(partition, partition.close_group(name, reason, fields), reason, effects)
+        self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+        return len(partition.members(name)), effects
+
+    def next_deadline(self) -> float:
+        """When :meth:`expire` has something to do, by the clock of the puts."""
+        due = self._waiting_puts.due
+        if not self.has_clocks:
+            return due
+        return min([due, *(partition.next_deadline() for partition in self.partitions.values())])
+
+    def expire(self, clock: float) -> Effects:
+        """End the groups that have waited long enough for their last members, and write the puts that may
+        overtake a larger one by now."""
+        effects = Effects()
+        is_due = self._waiting_puts.due <= clock
+        for partition in self.partitions.values():
+            if partition.next_deadline() <= clock:
+                self._evict(partition, partition.overdue(clock), TIMEOUT, effects)
+                self._answer_claims(partition, effects)
+        if effects or is_due:
+            self._retry_puts(effects)
+        return effects
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether a put waits for room."""
+        return bool(self._waiting_puts)
+
+    def move_clock(self, seconds: float) -> None:
+        """What is to come was set by another clock, which this one is ahead of by so much."""
+        self._waiting_puts.move_clock(seconds)
+
+    def finish(self, partition_id: str) -> Effects:
+        """Nothing new comes to a partition: claims that wait get the tail, and then an empty batch."""
+        partition = self.partition(partition_id)
+        effects = Effects()
+        partition.finished = True
+        self._answer_claims(partition, effects)
+        return effects
+
+    def evicted(self, partition_id: str, limit: int | None = None) -> Batch:
+        """Evicted samples that nobody was told of yet; each is told once."""
+        told = self.partition(partition_id).flow.take_reported(limit)
+        return Batch([sample_id for sample_id, _ in told], [tags for _, tags in told])
+
+    def drop(self, partition_id: str) -> tuple[int, Effects]:
+        """Forget a partition with its samples, schema and tasks; also returns how many samples there were.
+        Whoever waits for it gets an error."""
+        partition = self.partition(partition_id)
+        gone = UnknownPartitionError(f"partition {partition_id!r} was dropped")
+        refused = Effects()
+        for put in [put for put in self._waiting_puts if put.partition_id == partition_id]:
+            self._waiting_puts.remove(put)
+            self._refuse(put, gone, refused)
+        for task in partition.tasks.values():
+            refused.answers.extend((claim.token, gone) for claim in task.waiting)
+            task.waiting = []
+        count, effects = self.clear(partition_id, None)
+        effects.answers[:0], effects.freed[:0] = refused.answers, refused.freed
+        del self.partitions[partition_id]
+        self.latest_dropped = max(self.latest_dropped, partition.version)
+        self._retry_puts(effects)
+        return count, effects
+
+    def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
+        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
+        partition = self.partition(partition_id)
+        rows = partition.written_by(owner)
+        return self.clear(partition_id, None if rows is None else partition.ids[rows].tolist())
+
+    def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
+        """That owner is done with these samples: they are not handed out again when it goes."""
+        cursor = self.partition(partition_id).task(task)
+        rows = self.partition(partition_id).live_rows(ids)
+        cursor.owner[rows[cursor.owner[rows] == owner]] = NOBODY
+
+    def unclaim(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> Effects:
+        """Take a claim back: what that owner still holds of it goes to the front of the queue."""
+        effects = Effects()
+        partition = self.partition(partition_id)
+        if task in partition.tasks:
+            rows = partition.live_rows(ids)
+            partition.return_rows(partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner])
+            self._evict(partition, partition.stale(), STALE, effects)
+            self._answer_claims(partition, effects)
+        return effects
+
+    def mark_claimed(
+        self, partition_id: str, task: str, ids: Sequence[str] | None, *, is_claimed: bool
+    ) -> tuple[bool, Effects]:
+        """Move a task's cursor by hand, for samples that somebody else chose; also returns whether it could
+        be done. Samples that are gone or claimed already cannot be marked as claimed."""
+        effects = Effects()
+        partition = self.partition(partition_id)
+        cursor = partition.task(task)
+        rows = partition.live_rows(ids)
+        if is_claimed:
+            if (ids is not None and len(rows) < len(ids)) or cursor.claimed[rows].any():
+                return False, effects
+            partition.take_rows(cursor, rows, NOBODY)
+        else:
+            partition.return_rows(cursor, rows)
+        self._answer_claims(partition, effects)
+        return True, effects
+
+    def abort(self, error: DataPlaneError, owner: int | None = None) -> Effects:
+        """Answer every waiting request (of one owner) with an error."""
+        effects = Effects()
+        for put in [put for put in self._waiting_puts if owner in (None, put.owner)]:
+            self._waiting_puts.remove(put)
+            self._refuse(put, error, effects)
+        for partition in self.partitions.values():
+            for task in partition.tasks.values():
+                ended = [claim for claim in task.waiting if owner in (None, claim.owner)]
+                task.waiting = [claim for claim in task.waiting if claim not in ended]
+                effects.answers.extend((claim.token, error) for claim in ended)
+            self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+        return effects
+
+    def release_owner(self, owner: int) -> tuple[int, Effects]:
+        """Forget a client that died: its waiting requests end, its unfinished claims return to the front of
+        the queues; also returns how many samples those were."""
+        effects = Effects()
+        for put in [put for put in self._waiting_puts if put.owner == owner]:
+            self._waiting_puts.remove(put)
+            effects.freed.extend(put.blocks.values())
+        returned = 0
+        for partition in self.partitions.values():
+            for task in partition.tasks.values():
+                task.waiting = [claim for claim in task.waiting if claim.owner != owner]
+                returned += partition.return_claims(task, owner)
+            partition.forget_writer(owner)
+            self._evict(partition, partition.stale(), STALE, effects)
+            self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+        return returned, effects
+
+    def adopt_blocks(self, partition: Partition, blocks: NDArray[np.int64], sizes: dict[int, int]) -> None:
+        """Count the rows of blocks that a restored column refers to."""
+        used, rows = np.unique(blocks[blocks >= 0], return_counts=True)
+        for block, count in zip(used.tolist(), rows.tolist(), strict=True):
+            self._block_rows[block] = count
+            self._block_home[block] = (partition, sizes[block])
+            partition.nbytes += sizes[block]
+
+    # Questions
+
+    @property
+    def latest_version(self) -> int:
+        """The highest version that a partition has or had."""
+        return max([self.latest_dropped, *(part.version for part in self.partitions.values())])
+
+    def waiting(self) -> list[object]:
+        """The tokens of all requests that wait."""
+        claims = [
+            claim.token
+            for partition in self.partitions.values()
+            for task in partition.tasks.values()
+            for claim in task.waiting
+        ]
+        return [put.token for put in self._waiting_puts] + claims
+
+    def peek(
+        self,
+        partition_id: str,
+        where: Mapping[str, Any] | None = None,
+        fields: Sequence[str] = (),
+        limit: int | None = None,
+        order: str | None = None,
+    ) -> Batch:
+        """What is there and matches, without claiming it."""
+        return self.partition(partition_id).peek(where, fields, limit, Order(order))
+
+    def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
+        """How many samples are there that match."""
+        partition = self.partition(partition_id)
+        return len(partition.rows) if not where else len(partition.matching(where))
+
+    def locate(self, partition_id: str, ids: Sequence[str], fields: Sequence[str]) -> dict[str, Pieces]:
+        """For each field, the block and the position of every sample asked for."""
+        return self.partition(partition_id).locate(ids, fields)
+
+    def blocks(self) -> dict[int, int]:
+        """Every block that samples refer to, with the number of rows that do."""
+        return dict(self._block_rows)
+
+    # How writes, waits and blocks work together
+
+    def _write(self, partition: Partition, put: Put, effects: Effects) -> None:
+        self.stamp += 1
+        before = len(partition.rows)
+        replaced = partition.write(put, self.stamp)
+        self.live += len(partition.rows) - before
+        if self._waiting_puts and len(partition.rows) > before:
+            self._waiting_puts.reconsider()  # it may have made samples that another was to make
+        if put.ids:
+            sizes = put.nbytes or [0] * len(put.blocks)
+            for block, nbytes in zip(put.blocks.values(), sizes, strict=True):
+                self._block_rows[block] = len(put.ids)
+                self._block_home[block] = (partition, nbytes)
+                partition.nbytes += nbytes
+        else:
+            effects.freed.extend(put.blocks.values())
+        for blocks, positions in replaced:
+            self._release_rows(blocks, positions, effects)
+        if put.tags is not None and partition.spec.flow is not None:
+            written = partition.live_rows(put.ids).tolist()
+            self._evict(partition, partition.stale(written), STALE, effects)
+        self._answer_claims(partition, effects)
+
+    def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:
+        self._release_rows(*partition.remove(rows), effects)
+        self.live -= len(rows)
+
+    def _evict(self, partition: Partition, rows: NDArray[np.int64], reason: str, effects: Effects) -> None:
+        """Clear what the policy gives up, count it and remember it for whoever asks."""
+        if len(rows):
+            for row in rows.tolist():
+                partition.flow.report(partition.ids[row], partition.tags[row], reason)
+            self._remove(partition, rows, effects)
+
+    def _release_rows(
+        self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects
+    ) -> None:
+        if len(blocks) <= _FEW:
+            counts = dict(Counter(blocks.tolist()))
+        else:
+            unique, number = np.unique(blocks, return_counts=True)
+            counts = dict(zip(unique.tolist(), number.tolist(), strict=True))
+        counts.pop(-1, None)  # rows that had none
+        is_part = False
+        for block, rows in counts.items():
+            left = self._block_rows[block] - rows
+            if left:
+                self._block_rows[block] = left
+                is_part = True
+                continue
+            del self._block_rows[block]
+            partition, nbytes = self._block_home.pop(block)
+            partition.nbytes -= nbytes
+            effects.freed.append(block)
+        if is_part:
+            effects.dropped.append((blocks, positions))
+
+    @staticmethod
+    def _refuse_impossible(new: int, capacity: int) -> None:
+        if new > capacity:
+            raise CapacityError(f"a put of {new} new samples can never fit into storage_capacity {capacity}")
+
+    @staticmethod
+    def _refuse(put: Put, error: DataPlaneError, effects: Effects) -> None:
+        effects.answers.append((put.token, error))
+        effects.freed.extend(put.blocks.values())
+
+    @staticmethod
+    def _answer_claims(partition: Partition, effects: Effects) -> None:
+        for task in partition.tasks.values():
+            if task.waiting:
+                effects.answers.extend(partition.answer_claims(task))
+
+    def _retry_puts(self, effects: Effects) -> None:
+        if self._waiting_puts:
+            capacity = self.capacity or 0
+            self._waiting_puts.serve(
+                self.now, lambda: capacity - self.live, lambda put: self._write_if_it_fits(put, effects)
+            )
+
+    def _write_if_it_fits(self, put: Put, effects: Effects) -> bool:
+        """False if the put has to go on waiting."""
+        capacity = self.capacity or 0
+        try:
+            partition = self.partition(put.partition_id)
+            new = partition.check_put(put)
+            # A clear of samples that it was to overwrite may have made it larger than it was.
+            self._refuse_impossible(new, capacity)
+            if self.live + new > capacity:
+                return False
+            effects.answers.append((put.token, None))
+            self._write(partition, put, effects)
+        except DataPlaneError as error:
+            self._refuse(put, error, effects)
+        return True
+
+
+def _check_ranks(spec: PartitionSpec, claim: Claim) -> None:
+    """The numbers of a claim that ranks share."""
+    if claim.dp_world < 1 or not 0 <= claim.dp_rank < claim.dp_world:
+        raise InvalidRequestError(f"dp_rank {claim.dp_rank} is not one of {claim.dp_world} ranks (dp_world)")
+    if claim.batch_size % (claim.dp_world * (spec.group_size or 1)):
+        what = f"{claim.dp_world} ranks" + (f" of groups of {spec.group_size}" if spec.group_size else "")
+        raise InvalidRequestError(f"batch_size {claim.batch_size} cannot be divided over {what}")

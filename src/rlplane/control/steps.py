@@ -1,0 +1,92 @@
+"""Claims that data-parallel ranks share: one batch for a step, divided once and for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+__all__ = ["SavedStep", "Step", "StepKey", "Steps", "divided"]
+
+
+class StepKey(NamedTuple):
+    """A step of a task."""
+
+    task: str
+    step: str
+
+
+class SavedStep(msgspec.Struct):
+    """A divided step as a checkpoint has it."""
+
+    task: str
+    step: str
+    parts: list[list[str]]
+
+
+class Step:
+    """A batch that was divided: the ids of each rank, and how many of them are still there."""
+
+    def __init__(self, parts: list[list[str]]) -> None:
+        self.parts = parts
+        self.left = sum(map(len, parts))
+
+
+class Steps:
+    """The steps of a partition that were divided and are not finished: a step ends with its last sample."""
+
+    def __init__(self) -> None:
+        self._steps: dict[StepKey, Step] = {}
+        self._step_of: dict[str, list[StepKey]] = {}
+        self._finished: dict[StepKey, None] = {}
+
+    def get(self, key: StepKey) -> Step | None:
+        return self._steps.get(key)
+
+    def is_finished(self, key: StepKey) -> bool:
+        """Whether all samples of the step have been cleared."""
+        return key in self._finished
+
+    def add(self, key: StepKey, parts: list[list[str]]) -> Step:
+        step = self._steps[key] = Step(parts)
+        for part in parts:
+            for sample_id in part:
+                self._step_of.setdefault(sample_id, []).append(key)
+        return step
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Samples are gone."""
+        for sample_id in ids:
+            for key in self._step_of.pop(sample_id, ()):
+                step = self._steps[key]
+                step.left -= 1
+                if not step.left:
+                    del self._steps[key]
+                    self._finished[key] = None
+                    if len(self._finished) > _FINISHED_REMEMBERED:
+                        del self._finished[next(iter(self._finished))]
+
+    def saved(self) -> list[SavedStep]:
+        return [SavedStep(*key, step.parts) for key, step in self._steps.items()]
+
+    def __bool__(self) -> bool:
+        return bool(self._step_of)
+
+
+_FINISHED_REMEMBERED = 4096
+
+
+def divided(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Places ``0 … len(lengths)`` over the ranks: equally many for each, and about equally much.
+
+    The longest goes first, to whoever has least of those who may have more. A part is in ascending order.
+    """
+    each = len(lengths) // ranks
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for place in sorted(range(each * ranks), key=lambda place: -lengths[place]):
+        rank = min((r for r in range(ranks) if len(parts[r]) < each), key=lambda r: (load[r], r))
+        parts[rank].append(place)
+        load[rank] += lengths[place]
+    return [sorted(part) for part in parts]

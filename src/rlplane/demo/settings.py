@@ -1,0 +1,86 @@
+"""What a run is made of: its sizes, the names of its partitions and fields, and how a claim is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlplane import DataPlaneClient, KVBatchMeta
+
+# Partitions. Each is a flow of its own, with its own schema and consumers.
+ROLLOUTS, WEIGHTS, PROGRESS = "rollouts", "weights", "progress"
+
+# The columns of a rollout, by the stage that writes them.
+PROMPT = ["prompt_ids"]  # the trainer, which feeds the run
+ROLLED_OUT = ["input_ids", "response_mask", "generation_logprobs"]  # a rollout worker
+SCORED = ["prev_logprobs", "reference_logprobs"]  # the log-prob worker
+
+# A group whose samples all got the same reward has no advantage to learn from.
+TEACHES = {"reward_std": {">": 0.0}}
+TEACHES_NOTHING = {"reward_std": 0.0}
+
+WAIT_S = 0.25  # how soon a stage that has nothing to do notices that it should stop
+
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that may differ between two runs. Every worker gets a copy when it starts."""
+
+    seed: int = 0
+    steps: int = 80
+    groups_per_step: int = 64
+    group_size: int = 8
+    max_staleness: int = 3
+    dp_world: int = 1
+    rollout_workers: int = 2
+    learning_rate: float = 1e-3
+    kl_weight: float = 0.01
+    clip: float = 0.2
+    trace_attempts: bool = False
+
+    @property
+    def groups_in_flight(self) -> int:
+        """How many groups are between prompt and clear: as many as keep the rollout workers busy while the
+        trainer learns. A group beyond them would be too old when the trainer gets to it."""
+        return (self.max_staleness + 2) * self.groups_per_step
+
+    @property
+    def judged_per_step(self) -> int:
+        """A step begins with what it has once this many groups were judged: when most answers are right,
+        groups that teach something are rare, and waiting for a full step would take too long."""
+        return 2 * self.groups_per_step
+
+
+def register_partitions(client: DataPlaneClient, settings: Settings) -> None:
+    """Declare the three flows. ``num_samples`` is 0: none of them has an end that is known now."""
+    columns = [*PROMPT, *ROLLED_OUT, *SCORED]
+    client.register_partition(ROLLOUTS, columns, 0, ["rollout", "score", "train"], settings.group_size)
+    client.register_partition(WEIGHTS, ["parameters"], 0, [])
+    client.register_partition(PROGRESS, [], 0, ["watch"])
+
+
+def claim_groups(
+    client: DataPlaneClient,
+    settings: Settings,
+    task: str,
+    required: list[str],
+    most: int,
+    *,
+    enough: int = 1,
+    where: Mapping[str, Any] | None = None,
+) -> KVBatchMeta:
+    """Whole groups that are ready, at most ``most``. If fewer than ``enough`` are, wait a moment for them."""
+    size = settings.group_size
+    meta = client.claim_meta(ROLLOUTS, task, required, most * size, blocking=False, where=where)
+    missing = enough * size - meta.size
+    if missing <= 0:
+        return meta
+    try:
+        return meta.concat(
+            client.claim_meta(ROLLOUTS, task, required, missing, timeout_s=WAIT_S, where=where)
+        )
+    except TimeoutError:
+        return meta

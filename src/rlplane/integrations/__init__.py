@@ -1,0 +1,1 @@
+"""Plug-ins that put a plane into other people's trainers."""

@@ -1,0 +1,19 @@
+"""The control state behind a socket: one protocol, one server loop, one connection class, for every engine.
+
+    core.py         ControlService: requests, places, leases and deadlines around a ControlState; no sockets
+    protocol.py     the messages
+    framing.py      messages over a stream socket
+    sockets.py      unix:// and tcp:// addresses
+    server.py       Server: one thread that serves a ControlService over a socket
+    connection.py   SocketConnection: a client's side of it, a channel per thread
+    lifeline.py     Lifeline: what shows that a client lives
+    async_connection.py   AsyncConnection: the same on an event loop, any number of requests at once
+    in_process.py   both sides inside one process, without a socket
+    journal.py      Journal: every input that changes something, on disk before it is answered
+    recovery.py     a service built again from its journal
+    dead_rows.py    bytes that no sample refers to any more, in places that are still needed
+    admission.py    which put may use which part of the room
+    stall.py        how long the loop was busy with one thing, and long looks in slices
+
+Nothing here loads torch, so that a service starts in a fraction of a second.
+"""

@@ -1,0 +1,1030 @@
+"""``ControlService``: the control state, the places of a storage and the leases on them, without sockets.
+
+Every request comes through :meth:`ControlService.handle` and is answered through ``send``, at once or when
+another request completes it. A client is a number; when it goes, what it held comes back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.line import WaitingLine
+from rlplane.control.partition import Partition, Pieces
+from rlplane.control.requests import Batch, Claim, Effects, Put
+from rlplane.control.state import ControlState
+from rlplane.errors import (
+    CapacityError,
+    CapacityTimeoutError,
+    CheckpointError,
+    DataPlaneError,
+    InvalidRequestError,
+    PlaneConnectionError,
+)
+from rlplane.service import protocol as wire
+from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
+from rlplane.service.dead_rows import DeadRows
+from rlplane.service.journal import Abandoned, Asked, Expired, HungUp, Joined, Journal, Left, Retried
+from rlplane.service.stall import LookAhead, LoopStall
+from rlplane.storage.places import Layout, Place, StorageHost
+
+__all__ = ["ControlService", "PendingRequest", "StaleSpecError"]
+
+logger = logging.getLogger(__name__)
+
+_CHANNELS_REMEMBERED = 1024
+_ABANDONED_REMEMBERED = 256
+_FOREVER_S = 1e9
+# Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
+_ANOTHER_CLOCK_S = 300.0
+
+
+class StaleSpecError(DataPlaneError):
+    """The partition was registered again since the client looked; it asks and encodes anew."""
+
+
+class StalePlaceError(DataPlaneError):
+    """The place was taken back before the commit; the client reserves and writes anew."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingRequest:
+    """A request that has not been answered yet: whose it is, and where the answer goes."""
+
+    client: int
+    number: int
+    channel: int = 0
+    want: int = 0
+    claim: tuple[str, str] | None = None
+    remembered: bool = False  # whether the answer is kept until the client has it
+    parked: float | None = None  # since when it waits for others, if it had to
+
+
+Granted = Place | int | tuple[str, str, list[str]]
+"""What a request was given that has to be undone if nobody reads the answer: a place, a lease, or a claim
+(partition, task, ids)."""
+
+
+class _Client:
+    """What one client holds."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[int, Place] = {}
+        self.spare: Place | None = None
+        self.leases: dict[int, list[int]] = {}
+        # For each channel the number of its last request, with what that was given.
+        self.granted: dict[int, tuple[int, Granted]] = {}
+        # Requests that were abandoned before they arrived: over TCP, connections overtake each other.
+        self.abandoned: deque[int] = deque(maxlen=_ABANDONED_REMEMBERED)
+        # Answers that the client may not have read yet, by the number of the request. After a restart of the
+        # service it asks again, and what was done once is not done twice.
+        self.answers: dict[int, wire.Answer] = {}
+
+    def grant(self, request: PendingRequest, what: Granted) -> None:
+        self.granted.pop(request.channel, None)  # so that the first is always the one not used for longest
+        self.granted[request.channel] = (request.number, what)
+        if len(self.granted) > _CHANNELS_REMEMBERED:
+            del self.granted[next(iter(self.granted))]
+
+
+class ControlService:
+    """One plane. ``send(request, answer)`` delivers an answer. Not thread-safe: its owner serialises calls,
+    and sets ``now`` (a monotonic clock) and ``wall`` (the time of day) before each. The share
+    ``reserve_for_live`` of the bytes is for samples that exist."""
+
+    def __init__(
+        self,
+        capacity: int,
+        storage: StorageHost,
+        send: Callable[[PendingRequest, wire.Answer], None],
+        journal: Journal | None = None,
+        *,
+        reserve_for_live: float = 0.0,
+    ) -> None:
+        self.state = ControlState(capacity)
+        self.storage, self.deliver, self.journal = storage, send, journal
+        # While a journal is replayed there is none to write to, and the answers are the point of it.
+        self.is_journaled = journal is not None
+        self._clients: dict[int, _Client] = {}
+        self._blocks: dict[int, tuple[int, int, Layout]] = {}
+        self._places: dict[int, Place] = {}
+        self._place_refs: dict[int, int] = {}
+        self._dead_rows = DeadRows()
+        self._leased: Counter[int] = Counter()  # by place
+        self.is_replaying = False
+        self._next_block = 0
+        self._next_lease = 1
+        self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
+        self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
+        self._deadlines: list[tuple[float, int, PendingRequest]] = []
+        self._most_deadlines = 1024
+        self._ticks = 0
+        self._unanswered: dict[tuple[int, int], PendingRequest] = {}
+        # Places that a client may hold a lease on which has not come back yet, after a recovery.
+        self._kept: set[int] = set()
+        self.wall = 0.0
+        self.stall = LoopStall()
+        self.requests = 0
+        # Counted by whoever serves it over a socket.
+        self.refused = 0
+        self.malformed = 0
+
+    @property
+    def now(self) -> float:
+        """The time, by a monotonic clock."""
+        return self.state.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.state.now = now
+
+    # Clients come and go
+
+    def connect(self, client: int, secret: str = "", *, bootstrap: bool = False) -> None:
+        """A client has come."""
+        self.storage.join(client)  # first, because it may fail
+        if self.journal is not None:
+            self.journal.add(Joined(client, secret, bootstrap))
+        self._clients[client] = _Client()
+
+    def disconnect(self, client: int, *, died: bool) -> None:
+        """A client has gone. Its unfinished claims go back to the front of the queue."""
+        held = self._clients.pop(client, None)
+        if held is None:
+            return
+        if self.journal is not None:
+            self.journal.add(Left(client, died, self.now))
+        reservations = [w for w in self._waiting_reservations if w.request.client == client]
+        for waiting in reservations:
+            self._waiting_reservations.remove(waiting)
+        if not died:
+            closed = PlaneConnectionError("the client was closed")
+            self._carry_out(self.state.abort(closed, client))
+            for waiting in reservations:
+                self._send(waiting.request, wire.failure_of(closed))
+        returned, effects = self.state.release_owner(client)
+        if returned:
+            level, how = (logging.WARNING, "died") if died else (logging.INFO, "closed")
+            logger.log(level, "client %d %s; %d claimed samples are handed out again", client, how, returned)
+        for place in [*held.reserved.values(), *filter(None, [held.spare])]:
+            self.storage.free(place)
+        for lease in list(held.leases):
+            self._drop_lease(held, lease)
+        self.storage.leave(client)
+        self._carry_out(effects)
+        self.retry_reservations()
+
+    def release(self, client: int, lease: int) -> None:
+        """A client has dropped what it read."""
+        held = self._clients.get(client)
+        if held is not None and self._drop_lease(held, lease):
+            self.room_came_free()
+
+    def _drop_lease(self, held: _Client, lease: int) -> bool:
+        places = held.leases.pop(lease, None)
+        if places:
+            for place in places:
+                self._leased[place] -= 1
+                if not self._leased[place]:
+                    del self._leased[place]
+            self._drop_references(places)
+            for place in self._dead_rows.of(places):
+                self._give_back_rows(place)
+        return bool(places)
+
+    def room_came_free(self) -> None:
+        """Something outside of any request has given room back to the storage."""
+        if self._waiting_reservations:
+            if self.journal is not None:
+                self.journal.add(Retried(self.now))
+            self.retry_reservations()
+
+    # Requests
+
+    def handle(self, request: PendingRequest, envelope: wire.Envelope, body: bytes = b"") -> None:
+        """Serve one request. Errors of the request are answers too.
+
+        ``body`` is the envelope as it came, for the journal. A request that is made a second time, because
+        the service was started again meanwhile, is answered as the first time, or goes on waiting.
+        """
+        self.requests += 1
+        held = self._clients.get(request.client)
+        if held is None:
+            gone = PlaneConnectionError(f"client {request.client} is not connected to this service")
+            self._send(request, wire.failure_of(gone))
+            return
+        for lease in envelope.released:
+            self.release(request.client, lease)
+        for number in envelope.abandoned:
+            self.abandon(request.client, number)
+        if self.state.next_deadline() <= self.now:
+            self.expire()
+        changes = isinstance(envelope.request, wire.CHANGES)
+        if changes:
+            for number in envelope.read:
+                held.answers.pop(number, None)
+            if self._is_repeated(request, held):
+                return
+            request.remembered = self.is_journaled
+            if self.journal is not None:
+                self.journal.add(
+                    Asked(
+                        request.client,
+                        request.number,
+                        request.channel,
+                        self.now,
+                        self.wall,
+                        msgspec.Raw(body),
+                    )
+                )
+        try:
+            if request.number in held.abandoned:
+                self._drop_abandoned(held, envelope.request)
+                raise PlaneConnectionError("the request was abandoned by its caller")
+            answer = self._serve(request, held, envelope.request)
+            if answer is not None:
+                self._send(request, answer)
+        except DataPlaneError as error:
+            self._send(request, wire.failure_of(error))
+        if self._waiting_reservations and changes:
+            # A commit gives back what it does not use, and all of it when it fails.
+            self.retry_reservations()
+
+    def look_ahead(self, envelope: wire.Envelope) -> Callable[[], bool] | None:
+        """What has to be done before a request is handled, in pieces, so that others are served between them.
+
+        A condition that nobody has asked for yet looks at the tags of many samples. The result is called
+        until it returns True; None if there is nothing to do. It changes nothing but the time that the
+        request will take.
+        """
+        try:
+            match envelope.request:
+                case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if where:
+                    claim = Claim(partition_id, task, fields, size, where, order=order)
+                    looks = self.state.look_for_claim(claim)
+                case wire.Peek(partition_id, where) | wire.Count(partition_id, where) if where:
+                    looks = self.state.look_for(partition_id, where)
+                case _:
+                    return None
+        except DataPlaneError:
+            return None  # the request will be refused
+        return LookAhead(looks)
+
+    def _is_repeated(self, request: PendingRequest, held: _Client) -> bool:
+        answer = held.answers.get(request.number)
+        if answer is not None:
+            self.deliver(request, answer)
+            return True
+        waiting = self._unanswered.get((request.client, request.number))
+        if waiting is not None:
+            waiting.channel = request.channel
+            return True
+        return False
+
+    def _send(self, request: PendingRequest, answer: wire.Answer) -> None:
+        self._unanswered.pop((request.client, request.number), None)
+        if request.remembered:
+            held = self._clients.get(request.client)
+            if held is not None:
+                held.answers[request.number] = answer
+        if request.parked is not None and isinstance(
+            answer, wire.Claimed | wire.Done | wire.Failure | wire.Reserved
+        ):
+            # Of what is delivered alone: a service that is started again is at another time.
+            answer = msgspec.structs.replace(answer, waited_s=max(self.now - request.parked, 0.0))
+        self.deliver(request, answer)
+
+    def _serve(self, request: PendingRequest, held: _Client, body: wire.Request) -> wire.Answer | None:
+        match body:
+            case wire.Commit():
+                self._commit(request, held, body)
+                return None
+            case wire.ClaimRequest():
+                self._claim(request, body)
+                return None
+            case wire.Locate():
+                return self._locate(request, held, body)
+            case wire.Clear(partition_id, ids):
+                if ids is None:
+                    count, effects = self.state.clear_written_by(partition_id, request.client)
+                else:
+                    count, effects = self.state.clear(partition_id, ids)
+                self._send(request, wire.Done(count))
+                self._carry_out(effects)
+                return None
+            case wire.Unclaim(partition_id, task, ids, is_finished):
+                self.state.partition(partition_id).task(task)
+                if is_finished:
+                    self.state.finish_claims(partition_id, task, ids, request.client)
+                else:
+                    self._carry_out(self.state.unclaim(partition_id, task, ids, request.client))
+                return wire.Done()
+            case wire.DropPartition(partition_id):
+                count, effects = self.state.drop(partition_id)
+                self._send(request, wire.Done(count))
+                self._carry_out(effects)
+                return None
+            case wire.Reserve():
+                return self._reserve(request, held, body)
+            case wire.Unreserve(number, out_of_pages):
+                place = self._pop_reserved(held, number)
+                if place is not None:
+                    self.storage.free(place)
+                if out_of_pages:
+                    self._reclaim_spares()
+                return wire.Done()
+            case wire.Describe(partition_id):
+                partition = self.state.partition(partition_id)
+                return wire.Described(partition.version, partition.spec)
+            case wire.Register(spec, extend):
+                self._carry_out(self.state.register(spec, extend=extend))
+                return wire.Done()
+            case wire.MarkClaimed(partition_id, task, ids, is_claimed):
+                marked, effects = self.state.mark_claimed(partition_id, task, ids, is_claimed=is_claimed)
+                self._carry_out(effects)
+                return wire.Done(marked)
+            case wire.Inspect(partition_id, ids, with_kinds, numbers):
+                partition = self.state.partition(partition_id)
+                rows = partition.live_rows(ids) if numbers is None else partition.rows_numbered(numbers)
+                kinds = {"kinds": self._kinds(partition, rows)} if with_kinds else {}
+                return wire.Done(partition.inspect(rows) | kinds)
+            case wire.Consumed(partition_id, tasks):
+                return wire.Done(self.state.partition(partition_id).consumed(tasks))
+            case wire.Status(partition_id):
+                status = self.state.partition(partition_id).status(self.wall)
+                return wire.Done(
+                    status | {"capacity": self.state.capacity, "capacity_bytes": self.storage.limit}
+                )
+            case wire.ServiceStatus():
+                return wire.Done(self.status())
+            case wire.ListIds(partition_id):
+                return wire.Done(list(self.state.partition(partition_id).rows))
+            case wire.Peek(partition_id, where, fields, limit, order):
+                batch = self.state.peek(partition_id, where, fields, limit, order)
+                return wire.Claimed(batch.ids, batch.tags)
+            case wire.Advance(partition_id, version):
+                self._carry_out(self.state.advance(partition_id, version))
+                return wire.Done()
+            case wire.CloseGroup(partition_id, group, reason, fields):
+                left, effects = self.state.close_group(partition_id, group, reason, fields)
+                self._send(request, wire.Done(left))
+                self._carry_out(effects)
+                return None
+            case wire.Finish(partition_id):
+                self._carry_out(self.state.finish(partition_id))
+                return wire.Done()
+            case wire.ShouldAbort(partition_id, ids):
+                return wire.Done(self.state.partition(partition_id).should_abort(ids))
+            case wire.Evicted(partition_id, limit):
+                told = self.state.evicted(partition_id, limit)
+                return wire.Claimed(told.ids, told.tags)
+            case wire.Count(partition_id, where):
+                return wire.Done(self.state.count(partition_id, where))
+            case wire.Freeze():
+                return self._freeze(request, held)
+            case wire.Restore():
+                return self._restore(held, body)
+            case wire.Withdraw(numbers):
+                self.withdraw(request.client, numbers)
+                return wire.Done()
+            case _:
+                raise InvalidRequestError(f"the service does not serve {type(body).__name__} here")
+
+    def status(self) -> dict[str, Any]:
+        """What the service holds, for people and for tests."""
+        clients = self._clients.values()
+        return {
+            "pid": os.getpid(),
+            "requests": self.requests,
+            "refused": self.refused,
+            "malformed": self.malformed,
+            "samples": self.state.live,
+            "partitions": list(self.state.partitions),
+            "clients": len(clients),
+            "leases": sum(len(held.leases) for held in clients),
+            "loop_stall_ms": self.stall.describe(),
+            "reserved": sum(
+                place.size
+                for held in clients
+                for place in [*held.reserved.values(), *filter(None, [held.spare])]
+            ),
+            "storage": self.storage.describe(),
+        }
+
+    def _carry_out(self, effects: Effects) -> None:
+        """Do what follows from a change of the state: send the answers, free the blocks."""
+        for request, answer in effects.answers:
+            assert isinstance(request, PendingRequest)
+            if isinstance(answer, Batch):
+                self._send(request, self._claimed(request, answer))
+            elif answer is None:
+                self._send(request, wire.Done(spare=self._spare_for(request)))
+            else:
+                self._send(request, wire.failure_of(answer))
+        if effects.freed or effects.dropped:
+            self._drop_blocks(effects)
+            self.retry_reservations()
+
+    # Places
+
+    def _reserve(self, request: PendingRequest, held: _Client, body: wire.Reserve) -> wire.Answer | None:
+        limit = self.storage.limit
+        if limit is not None and body.nbytes > limit:
+            raise CapacityError(
+                f"a put of {body.nbytes:,} bytes can never fit into global_segment_size {limit:,}"
+            )
+        wanted = WaitingReservation(request, body.nbytes, body.partition_id, body.ids)
+        place = None if self._waiting_reservations else self._allocate(wanted)
+        if place is None:
+            self._waiting_reservations.append(wanted, self.now)
+            self._set_deadline(request, body.timeout_s)
+            self.retry_reservations()
+            return None
+        held.reserved[place.number] = place
+        held.grant(request, place)
+        return wire.Reserved(place)
+
+    def _allocate(self, wanted: WaitingReservation) -> Place | None:
+        place = self._allocate_if_free(wanted)
+        if place is None and self._reclaim_spares():
+            place = self._allocate_if_free(wanted)
+        return place
+
+    def _allocate_if_free(self, wanted: WaitingReservation) -> Place | None:
+        limit = self.storage.limit
+        if (
+            limit is not None
+            and not may_use(wanted.nbytes, self.storage.used, limit, self._kept_for_live)
+            and not is_for_live_samples(wanted, self.state.partitions)
+        ):
+            return None
+        return self.storage.reserve(wanted.nbytes, wanted.request.client)
+
+    def _rank(self, waiting: WaitingReservation) -> int:
+        return 0 if is_for_live_samples(waiting, self.state.partitions) else 1
+
+    def _reclaim_spares(self) -> bool:
+        """Take back what clients hold for a next put that they may never make."""
+        reclaimed = False
+        for client, held in self._clients.items():
+            if held.spare is not None and self.storage.revoke_spare(client):
+                self.storage.free(held.spare)
+                held.spare = None
+                reclaimed = True
+        return reclaimed
+
+    def _spare_for(self, request: PendingRequest) -> Place | None:
+        """Room for the client's next put, sent along so that it need not ask; only if there is plenty."""
+        held = self._clients.get(request.client)
+        if held is None or not request.want:
+            return None
+        if held.spare is not None:
+            if held.spare.size >= request.want or not self.storage.revoke_spare(request.client):
+                return None
+            self.storage.free(held.spare)
+            held.spare = None
+        limit = self.storage.limit
+        if self._waiting_reservations or (
+            limit is not None and self.storage.used + request.want > limit // 2
+        ):
+            return None
+        try:
+            held.spare = self.storage.reserve(request.want, request.client)
+        except CapacityError:
+            return None
+        if held.spare is not None:
+            self.storage.offer_spare(request.client, held.spare)
+        return held.spare
+
+    def retry_reservations(self) -> None:
+        """Serve the reservations that wait, as far as it is their turn and there is room."""
+        self._waiting_reservations.serve(
+            self.now, lambda: -self.storage.used, self._grant_if_it_fits, self._rank
+        )
+
+    def _grant_if_it_fits(self, waiting: WaitingReservation) -> bool:
+        """False if the reservation has to go on waiting."""
+        try:
+            place = self._allocate(waiting)
+        except CapacityError as error:
+            self._send(waiting.request, wire.failure_of(error))
+            return True
+        if place is None:
+            return False
+        held = self._clients[waiting.request.client]
+        held.reserved[place.number] = place
+        held.grant(waiting.request, place)
+        self._send(waiting.request, wire.Reserved(place))
+        return True
+
+    def _pop_reserved(self, held: _Client, number: int) -> Place | None:
+        """A place that a client has reserved, or its spare, which it has taken without asking."""
+        place = held.reserved.pop(number, None)
+        if place is None and held.spare is not None and held.spare.number == number:
+            place, held.spare = held.spare, None
+        return place
+
+    def _drop_blocks(self, effects: Effects) -> None:
+        """Free the places that nobody needs any more, and of the others the rows that nobody needs."""
+        gone = [self._blocks.pop(block) for block in effects.freed]
+        for place, start, layout in gone:
+            self._dead_rows.add_block(place, start, layout)
+        changed = [place for place, _, _ in gone]
+        for blocks, positions in effects.dropped:
+            for block in dict.fromkeys(blocks.tolist()):
+                if block in self._blocks:
+                    place, start, layout = self._blocks[block]
+                    self._dead_rows.add(place, start, layout, positions[blocks == block])
+                    changed.append(place)
+        self._drop_references([place for place, _, _ in gone])
+        for place in self._dead_rows.of(changed):
+            self._give_back_rows(place)
+
+    def _give_back_rows(self, number: int) -> None:
+        """Give dead rows of a place back to the storage, unless somebody may be reading it."""
+        if number in self._leased or number in self._kept or self.is_replaying:
+            return
+        place = self._places[number]
+        dead = self._dead_rows.stretches(number, partial(self.storage.read_numbers, place))
+        self.storage.give_back(place, dead)
+
+    def _drop_references(self, places: list[int]) -> None:
+        for number in places:
+            left = self._place_refs[number] - 1
+            if left:
+                self._place_refs[number] = left
+            else:
+                del self._place_refs[number]
+                self._dead_rows.forget(number)
+                place = self._places.pop(number)
+                if number not in self._kept:
+                    self.storage.free(place)
+
+    # Writing
+
+    def _commit(self, request: PendingRequest, held: _Client, body: wire.Commit) -> None:
+        place = self._committed_place(held, body)
+        blocks: dict[str, int] = {}
+        try:
+            partition = self.state.partition(body.partition_id)
+            if partition.version != body.version:
+                raise StaleSpecError(f"partition {body.partition_id!r} was registered again")
+            sizes = _checked_sizes(body, 0 if place is None else place.size)
+            if place is not None:
+                blocks = self._add_blocks(place, body, sizes)
+            request.want = body.want
+            put = Put(
+                body.partition_id,
+                body.ids,
+                blocks,
+                body.tags,
+                nbytes=sizes,
+                owner=request.client,
+                now=self.wall,
+                token=request,
+                must_exist=body.must_exist,
+                clock=self.now,
+                appends=body.appends,
+                finishes=body.finishes,
+            )
+            if body.appends:
+                self._check_turns(body)
+            effects = self.state.put(put)
+        except DataPlaneError:
+            if blocks:
+                self._drop_references([self._blocks.pop(block)[0] for block in blocks.values()])
+            elif place is not None:
+                self.storage.free(place)
+            raise
+        if all(answered is not request for answered, _ in effects.answers):
+            self._set_deadline(request, body.timeout_s)
+        self._carry_out(effects)
+
+    def _check_turns(self, body: wire.Commit) -> None:
+        """What is appended must be of one kind with what is there, or nobody could read the two together."""
+        partition = self.state.partition(body.partition_id)
+        for field, layout in zip(body.fields, body.layouts, strict=True):
+            turn = layout.turn
+            if turn is None:
+                raise InvalidRequestError(
+                    f"field {field!r} holds {layout.kind} rows, to which nothing can be appended: a turn is "
+                    "a tensor of at least one dimension, the first of which grows"
+                )
+            for block in partition.last_turns(body.ids, field):
+                before = self._blocks[block][2].turn
+                if before != turn:
+                    raise InvalidRequestError(
+                        f"field {field!r} grows by tokens of dtype and shape {before}, not {turn}"
+                    )
+
+    def _committed_place(self, held: _Client, body: wire.Commit) -> Place | None:
+        if body.place is None:
+            if body.layouts:
+                raise InvalidRequestError("a commit with fields needs the place that they are in")
+            return None
+        place = self._pop_reserved(held, body.place)
+        if place is None:
+            raise StalePlaceError(f"place {body.place} is not reserved for this client")
+        if not body.layouts or not 0 < body.used <= place.size:
+            self.storage.free(place)
+            raise InvalidRequestError(
+                f"{body.used} bytes of {len(body.layouts)} fields do not fit into a place of {place.size}"
+            )
+        return self.storage.shrink(place, body.used)
+
+    def _add_blocks(self, place: Place, body: wire.Commit, sizes: list[int]) -> dict[str, int]:
+        blocks = {}
+        start = 0
+        for field, layout, size in zip(body.fields, body.layouts, sizes, strict=True):
+            blocks[field] = self._next_block
+            self._blocks[self._next_block] = (place.number, start, layout)
+            self._next_block += 1
+            start += size
+        self._places[place.number] = place
+        self._place_refs[place.number] = len(blocks)
+        return blocks
+
+    # Claims and reads
+
+    def _claim(self, request: PendingRequest, body: wire.ClaimRequest) -> None:
+        request.claim = (body.partition_id, body.task)
+        claim = Claim(
+            body.partition_id,
+            body.task,
+            body.fields,
+            body.batch_size,
+            body.where,
+            owner=request.client,
+            token=request,
+            max_tokens=body.max_tokens,
+            order=body.order,
+            step=body.step,
+            dp_rank=body.dp_rank,
+            dp_world=body.dp_world,
+            max_uses=body.max_uses,
+            repeat_where=body.repeat_where,
+        )
+        effects = self.state.claim(claim, blocking=body.blocking)
+        if not effects.answers:
+            self._set_deadline(request, body.timeout_s)
+        self._carry_out(effects)
+
+    def _claimed(self, request: PendingRequest, batch: Batch) -> wire.Claimed:
+        held = self._clients.get(request.client)
+        if held is not None and request.claim is not None:
+            held.grant(request, (*request.claim, batch.ids))
+        return wire.Claimed(batch.ids, batch.tags)
+
+    def abandon(self, client: int, number: int) -> None:
+        """Whoever made this request was interrupted: it will not read the answer. Undo what it was given."""
+        held = self._clients.get(client)
+        if held is None:
+            return
+        if self.journal is not None:
+            self.journal.add(Abandoned(client, number, self.now))
+        held.abandoned.append(number)
+        held.answers.pop(number, None)
+        waiting = self._unanswered.get((client, number))
+        if waiting is not None:
+            self._carry_out(self.state.give_up(waiting))
+            self._stop_waiting({waiting})
+        for channel, (answered, what) in list(held.granted.items()):
+            if answered != number:
+                continue
+            del held.granted[channel]
+            if isinstance(what, Place):
+                if held.reserved.pop(what.number, None) is not None:
+                    self.storage.free(what)
+            elif isinstance(what, int):
+                self._drop_lease(held, what)
+            elif what[0] in self.state.partitions:
+                self._carry_out(self.state.unclaim(*what, client))
+        self.retry_reservations()
+
+    def _drop_abandoned(self, held: _Client, body: wire.Request) -> None:
+        """The place of a commit that will not be made."""
+        if isinstance(body, wire.Commit) and body.place is not None:
+            place = self._pop_reserved(held, body.place)
+            if place is not None:
+                self.storage.free(place)
+
+    def withdraw(self, client: int, numbers: Collection[int]) -> None:
+        """End the waiting requests among these without an answer. What others were given, their client has
+        been told, and gives back itself."""
+        waiting = (self._unanswered.pop((client, number), None) for number in numbers)
+        ended = {request for request in waiting if request is not None}
+        if not ended:
+            return
+        self._stop_waiting(ended)
+        self._carry_out(self.state.withdraw(ended))
+        self.retry_reservations()
+
+    def _stop_waiting(self, ended: Collection[PendingRequest]) -> None:
+        for reservation in self._waiting_reservations:
+            if reservation.request in ended:
+                self._waiting_reservations.remove(reservation)
+
+    def hang_up(self, channel: int) -> None:
+        """A channel, which is one client's, has ended: nobody reads the answers of what waits behind it."""
+        waiting = [request for request in self._unanswered.values() if request.channel == channel]
+        if waiting:
+            client, numbers = waiting[0].client, [request.number for request in waiting]
+            if self.journal is not None:
+                self.journal.add(HungUp(client, numbers, self.now))
+            self.withdraw(client, numbers)
+
+    def _locate(self, request: PendingRequest, held: _Client, body: wire.Locate) -> wire.Located:
+        found = self.state.locate(body.partition_id, body.ids, body.fields)
+        rows = []
+        used: dict[int, None] = {}
+        for pieces in found.values():
+            field, numbers = _field_rows(pieces)
+            rows.append(field)
+            used.update(dict.fromkeys(numbers))
+        lease, places, located = self._lease(held, list(used))
+        held.grant(request, lease)
+        partition = self.state.partition(body.partition_id)
+        paths = [name[len(partition.field_of(name)) + 1 :] for name in body.fields]
+        return wire.Located(lease, places, located, rows, paths if any(paths) else None)
+
+    def _lease(
+        self, held: _Client, numbers: list[int]
+    ) -> tuple[int, list[Place], dict[int, tuple[int, int, Layout]]]:
+        """Keep the places of blocks from being recycled until the client drops them."""
+        order: dict[int, int] = {}
+        located = {}
+        for number in numbers:
+            place, start, layout = self._blocks[number]
+            located[number] = (order.setdefault(place, len(order)), start, layout)
+        for place in order:
+            self._place_refs[place] += 1
+        self._leased.update(order.keys())
+        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        held.leases[lease] = list(order)
+        return lease, [self._places[place] for place in order], located
+
+    def _kinds(
+        self, partition: Partition, rows: NDArray[np.int64]
+    ) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+        """By field, what its blocks hold: kind, dtype and shape of a row, each combination once."""
+        kinds = {}
+        for name, column in partition.columns.items():
+            numbers = np.unique(column.block[rows]).tolist()
+            layouts = [self._blocks[number][2] for number in numbers if number >= 0]
+            kinds[name] = list(dict.fromkeys((each.kind, each.dtype, each.shape) for each in layouts))
+        return kinds
+
+    # Checkpoints
+
+    def _freeze(self, request: PendingRequest, held: _Client) -> wire.Frozen:
+        lease, places, located = self._lease(held, list(self.state.blocks()))
+        held.grant(request, lease)
+        return wire.Frozen(lease, dump_state(self.state), places, located)
+
+    def _restore(self, held: _Client, body: wire.Restore) -> wire.Done:
+        missing = [number for number in body.places if number not in held.reserved]
+        if missing:
+            raise InvalidRequestError(f"places {missing[:3]} are not reserved for this client")
+        for number, (home, start, layout) in body.blocks.items():
+            if home not in body.places:
+                raise InvalidRequestError(f"block {number} is in place {home}, which is not of this restore")
+            if start < 0 or start + layout.nbytes > held.reserved[home].size:
+                raise InvalidRequestError(f"block {number} does not fit into place {home}")
+        numbers = {}
+        for number in body.blocks:
+            numbers[number] = self._next_block
+            self._next_block += 1
+        restored = restore_state(
+            body.state,
+            numbers,
+            {number: BlockSize(layout.nbytes, layout.rows) for number, (_, _, layout) in body.blocks.items()},
+            self.state.capacity,
+            release_claims=body.release_claims,
+        )
+        if restored.blocks().keys() != set(numbers.values()):
+            raise CheckpointError("the checkpoint has blocks that its control state does not refer to")
+        # Clients that know a partition as it was before must notice that it is another one.
+        latest = self.state.latest_version
+        for partition in restored.partitions.values():
+            partition.version = latest + 1
+        restored.latest_dropped = latest
+        self._carry_out(self.state.abort(PlaneConnectionError("the plane was replaced by a checkpoint")))
+        old = list(self._blocks)
+        ends: dict[int, list[int]] = {number: [] for number in body.places}
+        for home, start, layout in body.blocks.values():
+            ends[home].append(start + layout.nbytes)
+        for number, blocks_end in ends.items():
+            place = held.reserved.pop(number)
+            if not blocks_end:
+                self.storage.free(place)
+                continue
+            self._places[number] = self.storage.shrink(place, max(max(blocks_end), 1))
+            self._place_refs[number] = len(blocks_end)
+        for number, block in body.blocks.items():
+            self._blocks[numbers[number]] = block
+        restored.now = self.now
+        self.state = restored
+        self._drop_references([self._blocks.pop(block)[0] for block in old])
+        self.retry_reservations()
+        return wire.Done()
+
+    # Time
+
+    def _set_deadline(self, request: PendingRequest, timeout_s: float) -> None:
+        due = self.now + timeout_s if timeout_s < _FOREVER_S else float("inf")
+        self._ticks += 1
+        request.parked = self.now
+        self._unanswered[request.client, request.number] = request
+        heapq.heappush(self._deadlines, (due, self._ticks, request))
+
+    def next_deadline(self) -> float:
+        """When :meth:`expire` has something to do next, by the clock of ``now``."""
+        first = self._deadlines[0][0] if self._deadlines else float("inf")
+        return min(first, self._waiting_reservations.due, self.state.next_deadline())
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether a put waits for room, so that what others do can bring its turn nearer."""
+        return bool(self._waiting_reservations) or self.state.is_short_of_room
+
+    def expire(self) -> None:
+        """Answer the waiting requests whose time is over, end groups that have waited too long, and let puts
+        overtake larger ones whose time for that has come."""
+        if self.journal is not None and self.next_deadline() <= self.now:
+            self.journal.add(Expired(self.now))
+        if self.state.next_deadline() <= self.now:
+            self._carry_out(self.state.expire(self.now))
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            request = heapq.heappop(self._deadlines)[2]
+            self._carry_out(self.state.give_up(request))
+            for waiting in self._waiting_reservations:
+                if waiting.request is request:
+                    self._waiting_reservations.remove(waiting)
+                    error = CapacityTimeoutError(
+                        f"no room for {waiting.nbytes:,} bytes: {self.storage.used:,} of global_segment_size "
+                        f"{self.storage.limit or 0:,} are in use; nothing was written"
+                    )
+                    self._send(request, wire.failure_of(error))
+                    break
+            self.retry_reservations()
+        if self._waiting_reservations.due <= self.now:
+            self.retry_reservations()
+        # Requests that were answered in time are still in the heap; drop them before it grows.
+        if len(self._deadlines) > self._most_deadlines:
+            parked: set[object] = {waiting.request for waiting in self._waiting_reservations}
+            parked.update(self.state.waiting())
+            if len(self._deadlines) > 4 * len(parked):
+                self._deadlines = [entry for entry in self._deadlines if entry[2] in parked]
+                heapq.heapify(self._deadlines)
+            self._most_deadlines = 1024 + 2 * len(self._deadlines)
+
+    # Recovery
+
+    def dump(self) -> dict[str, Any]:
+        """Everything that this service knows, for :meth:`load`."""
+        return {name: value for name, value in vars(self).items() if name not in _NOT_DUMPED}
+
+    def load(self, dumped: dict[str, Any]) -> None:
+        """Become the service that was dumped."""
+        vars(self).update(dumped)
+
+    def begin_again(self, in_use: set[int], first_lease: int) -> None:
+        """After a recovery: which leases there are is known to the clients that hold them, and they will say
+        so; until all have, none of the places ``in_use`` is freed. Nobody is connected, so nothing is sent
+        to a channel of before."""
+        self._kept = in_use
+        self._leased.clear()
+        self.is_replaying = False
+        for held in self._clients.values():
+            for places in held.leases.values():
+                for number in places:
+                    self._place_refs[number] -= 1
+            held.leases.clear()
+            held.granted = {
+                channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
+            }
+        self._next_lease = max(self._next_lease, first_lease)
+        for number in [number for number, count in self._place_refs.items() if not count]:
+            del self._place_refs[number], self._places[number]
+            self._dead_rows.forget(number)
+        for request in self._unanswered.values():
+            request.channel = 0
+
+    def set_clock(self, now: float, wall: float) -> None:
+        """Set the time. Deadlines of before are moved if they were set by another machine's clock."""
+        jump = (now - wall) - (self.now - self.wall)
+        if self._deadlines and abs(jump) > _ANOTHER_CLOCK_S:
+            self._deadlines = [(due + jump, tick, request) for due, tick, request in self._deadlines]
+            self._waiting_reservations.move_clock(jump)
+            self.state.move_clock(jump)
+        self.now, self.wall = now, wall
+
+    def resume(
+        self,
+        client: int,
+        leases: Mapping[int, list[int]],
+        abandoned: Iterable[int],
+        in_use: Mapping[int, Place],
+    ) -> None:
+        """A client of before is there again, holds these leases on these places, and has abandoned these
+        requests."""
+        held = self._clients[client]
+        for lease, numbers in leases.items():
+            if lease in held.leases:
+                continue  # only the connection was lost
+            known = [number for number in numbers if number in in_use]
+            for number in known:
+                self._places.setdefault(number, in_use[number])
+                self._place_refs[number] = self._place_refs.get(number, 0) + 1
+            held.leases[lease] = known
+            self._leased.update(known)
+        for number in abandoned:
+            self.abandon(client, number)
+
+    def all_have_resumed(self) -> None:
+        """The clients of before have come back or were given up: what they hold is known."""
+        self._kept = set()
+        for place in self._dead_rows:
+            self._give_back_rows(place)
+
+    def unreferenced(self, in_use: Mapping[int, Place]) -> list[Place]:
+        """Those of the places that are in use for nobody: no sample, lease or reservation refers to them."""
+        reserved = {number for held in self._clients.values() for number in held.reserved}
+        reserved |= {held.spare.number for held in self._clients.values() if held.spare is not None}
+        return [
+            place for number, place in in_use.items() if number not in self._places and number not in reserved
+        ]
+
+
+_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "is_replaying", "stall"})
+
+
+def _checked_sizes(body: wire.Commit, room: int) -> list[int]:
+    """The size of each block of a commit, which comes from another process and is not trusted."""
+    count = len(body.ids)
+    if len(body.fields) != len(body.layouts) or len(set(body.fields)) != len(body.fields):
+        raise InvalidRequestError("a commit has one layout per field")
+    sizes = [layout.nbytes for layout in body.layouts]
+    if sum(sizes) > room:
+        raise InvalidRequestError("the layouts of a commit do not fit into its place")
+    if any(layout.rows != count or layout.values_nbytes < 0 for layout in body.layouts):
+        raise InvalidRequestError("the layouts of a commit have another number of rows than ids")
+    if any(layout.offsets is not None and len(layout.offsets) != 8 * (count + 1) for layout in body.layouts):
+        raise InvalidRequestError("the offsets of a commit are not one more than its ids")
+    for layout in body.layouts:
+        if layout.pieces is None:
+            continue
+        # Rows in order, leaves that have a name, and bytes of the block.
+        pieces = np.frombuffer(layout.pieces, np.int64) if len(layout.pieces) % 32 == 0 else None
+        if pieces is None or not _are_pieces(pieces.reshape(-1, 4), layout):
+            raise InvalidRequestError("the pieces of a commit are not parts of its block")
+    if len(set(body.ids)) != count or "" in body.ids or not count:
+        raise InvalidRequestError("the ids of a commit are not distinct, non-empty strings")
+    if body.tags is not None and len(body.tags) != count:
+        raise InvalidRequestError("a commit has one tag per id")
+    return sizes
+
+
+def _are_pieces(pieces: NDArray[np.int64], layout: Layout) -> bool:
+    """Whether what says which bytes the rows of trees refer to can be true."""
+    rows, leaves, begins, ends = pieces.T
+    return not (
+        (rows < 0)
+        | (rows >= layout.rows)
+        | (leaves < 0)
+        | (leaves >= len(layout.leaves or ()))
+        | (begins < 0)
+        | (begins > ends)
+        | (ends > layout.values_nbytes)
+    ).any() and not bool((rows[1:] < rows[:-1]).any())
+
+
+def _field_rows(pieces: Pieces) -> tuple[wire.FieldRows, list[int]]:
+    blocks, positions, per_row = pieces
+    count = len(blocks)
+    if per_row is not None:
+        numbers = np.unique(blocks).tolist()
+        return wire.FieldRows(
+            count, blocks=blocks.tobytes(), positions=positions.tobytes(), turns=per_row.tobytes()
+        ), numbers
+    if not count:
+        return wire.FieldRows(0), []
+    first, start = int(blocks[0]), int(positions[0])
+    if not np.count_nonzero(blocks != first):
+        if not np.count_nonzero(positions[1:] - positions[:-1] != 1):
+            return wire.FieldRows(count, first, start), [first]
+        numbers = [first]
+    else:
+        numbers = np.unique(blocks).tolist()
+    return wire.FieldRows(count, blocks=blocks.tobytes(), positions=positions.tobytes()), numbers

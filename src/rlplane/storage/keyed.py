@@ -1,0 +1,169 @@
+"""The service's half of storages that address bytes by a key: it counts bytes, and has freed places
+discarded.
+
+Numbers of places are never used again, so a place that was taken back does no harm: whoever writes to it
+writes what nobody will read, and is told so at the commit. That is why a spare place can be revoked without
+asking.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.storage.places import Place, Stretches
+
+__all__ = ["BackgroundDiscard", "KeyedHost"]
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 * 1024
+"""How much of a place is one value of the store. Smaller chunks would cost more, because each
+value costs a store as much as copying some 30 KB. Larger ones would make a read of a single row slower,
+because it fetches the whole chunk that the row is in."""
+
+# Freed places are discarded together: one call to the store costs as much as many.
+_COLLECT_S = 0.01
+
+
+def chunk_count(nbytes: int) -> int:
+    """How many chunks a place of so many bytes has."""
+    return max(1, -(-nbytes // CHUNK_BYTES))
+
+
+class KeyedHost:
+    """Places in a store that is addressed by key; ``discard(place)`` is called for each that is freed.
+
+    ``discard`` returns True if the place is gone, and False if :meth:`discarded` will be called when it is:
+    until then its bytes count as used.
+    """
+
+    def __init__(self, limit: int | None, discard: Callable[[Place], bool]) -> None:
+        self.limit = limit
+        self.used = 0
+        self._discard = discard
+        # Anywhere but where another plane began: the numbers of two planes must not meet in one store. The
+        # chunks of a place have consecutive keys, which fit into 63 bits.
+        self._next = secrets.randbits(38) << 24
+        self._places = 0
+
+    def adopt(self, places: Sequence[Place], last_place: Place | None) -> None:
+        """Go on from the service of before, whose places are these."""
+        self.used = sum(place.size for place in places)
+        self._places = len(places)
+        if last_place is not None:
+            # A spare that was shrunk has more keys than it shows.
+            self._next = last_place.number + 2**20
+
+    def reserve(self, nbytes: int, client: int) -> Place | None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        if self.limit is not None and self.used + nbytes > self.limit:
+            return None
+        place = Place(self._next, nbytes)
+        self._next += chunk_count(nbytes)
+        self.used += nbytes
+        self._places += 1
+        return place
+
+    def shrink(self, place: Place, nbytes: int) -> Place:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        self.used -= place.size - nbytes
+        return Place(place.number, nbytes)
+
+    def free(self, place: Place) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        self._places -= 1
+        if self._discard(place):
+            self.discarded([place])
+
+    def give_back(self, place: Place, stretches: Stretches) -> Stretches:
+        """See :class:`~rlplane.storage.places.StorageHost`: a chunk goes when its place does."""
+        return []
+
+    def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        return np.empty(0, np.int64)
+
+    def discarded(self, places: Sequence[Place]) -> None:
+        """These places are gone from the store: their bytes can be used again."""
+        self.used -= sum(place.size for place in places)
+
+    def offer_spare(self, client: int, place: Place) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+
+    def revoke_spare(self, client: int) -> bool:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        return True
+
+    def join(self, client: int) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+
+    def leave(self, client: int) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+
+    def tidy(self, now: float) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+
+    def describe(self) -> dict[str, int]:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        return {"limit": self.limit or 0, "used": self.used, "places": self._places}
+
+    def close(self) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+
+
+class BackgroundDiscard:
+    """Discards places in a thread, many at a time, and says when they are gone.
+
+    Args:
+        discard: Drops places from the store. May take its time.
+        done: Called in the thread with the places that are gone.
+    """
+
+    def __init__(
+        self, discard: Callable[[Sequence[Place]], None], done: Callable[[Sequence[Place]], None]
+    ) -> None:
+        self._discard, self._done = discard, done
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._garbage: list[tuple[Place, bool]] = []
+        self._under_way = 0
+        self._closed = False
+        threading.Thread(target=self._run, name="rlplane-discard", daemon=True).start()
+
+    def add(self, place: Place, *, counted: bool = True) -> bool:
+        """Have a place discarded. Returns False: it is not gone yet. ``done`` hears only of ``counted``
+        ones."""
+        with self._lock:
+            self._garbage.append((place, counted))
+            self._work.notify()
+        return False
+
+    def close(self) -> None:
+        """Stop the thread. What it has not discarded goes with the store."""
+        with self._lock:
+            self._closed = True
+            self._work.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._work.wait_for(lambda: self._garbage or self._closed)
+                if self._closed:
+                    return
+            time.sleep(_COLLECT_S)
+            with self._lock:
+                garbage, self._garbage = self._garbage, []
+            places = [place for place, _ in garbage]
+            try:
+                self._discard(places)
+            except Exception:
+                # Their bytes are leaked, and that is logged; what it must not do is stop this thread.
+                logger.exception("%d places could not be discarded from the store", len(places))
+            self._done([place for place, counted in garbage if counted])

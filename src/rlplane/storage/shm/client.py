@@ -1,0 +1,129 @@
+"""The client's half of shared memory: a put is one copy, a read of neighbouring rows is none."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlplane.errors import PlaneConnectionError
+from rlplane.storage.assembly import Bytes
+from rlplane.storage.copying import copy_all
+from rlplane.storage.layout import EncodedColumn, fill
+from rlplane.storage.leases import ReadLease, detach_all
+from rlplane.storage.places import Located, Place
+from rlplane.storage.scratch import scratch
+from rlplane.storage.shm.directory import PlaneDirectory
+from rlplane.storage.shm.host import read_spare, write_spare
+from rlplane.storage.shm.mapping import Segments
+
+__all__ = ["ShmStorage"]
+
+# Below this a copy is cheaper than a mapping of the reader's own.
+_WORTH_MAPPING = 128 * 1024
+
+
+class ShmStorage:
+    """Shared memory of the plane in ``directory``, as client number ``client`` uses it."""
+
+    keeps_offsets = True
+    is_remote = False
+
+    def __init__(self, directory: PlaneDirectory, client: int) -> None:
+        self._segments = Segments(directory)
+        self._lock = threading.Lock()
+        self._spare_file = os.open(directory.client_file(client), os.O_RDWR | os.O_CLOEXEC)
+
+    def take_spare(self, place: Place) -> bool:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        with self._lock:
+            fcntl.flock(self._spare_file, fcntl.LOCK_EX)
+            try:
+                if read_spare(self._spare_file) != place.number:
+                    return False
+                write_spare(self._spare_file)
+                return True
+            finally:
+                fcntl.flock(self._spare_file, fcntl.LOCK_UN)
+
+    def write(self, place: Place, columns: Sequence[EncodedColumn], deadline: float) -> None:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        self._segments.check(place)
+        if sum(column.nbytes for column in columns) > place.size:
+            raise PlaneConnectionError(f"place {place.number} is too small for what was to be written")
+        self._segments.back(place)
+        segment, offset, _ = place.at
+        fill(self._segments.whole(segment), offset, columns)
+
+    def discard(self, place: Place) -> None:
+        """See :class:`~rlplane.storage.places.StorageClient`. The memory is free when the service says so."""
+
+    def open(self, located: Located, lease: ReadLease) -> _LeasedPlaces:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        for place in located.places:
+            self._segments.check(place)
+        for block, (index, start, layout) in located.blocks.items():
+            if (
+                not 0 <= index < len(located.places)
+                or not 0 <= start <= start + layout.nbytes <= located.places[index].size
+            ):
+                raise PlaneConnectionError(f"block {block} does not lie in its place")
+        return _LeasedPlaces(self._segments, located, lease)
+
+    def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        self._segments.check(place)
+        if not 0 <= start <= start + nbytes <= place.size:
+            raise PlaneConnectionError(
+                f"bytes {start:,} to {start + nbytes:,} are not in place {place.number}"
+            )
+        return self._segments.copy(place, start, nbytes)
+
+    def detach(self) -> None:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        detach_all()
+
+    def close(self) -> None:
+        """See :class:`~rlplane.storage.places.StorageClient`."""
+        self._segments.close()
+        os.close(self._spare_file)
+
+
+class _LeasedPlaces:
+    """The bytes of one read, which its lease protects."""
+
+    def __init__(self, segments: Segments, located: Located, lease: ReadLease) -> None:
+        self._segments, self._located, self._lease = segments, located, lease
+        self._shared: dict[int, Bytes] = {}
+        self._private: dict[int, Tensor] = {}
+        self.nbytes = 0
+
+    def read(self, block: int) -> Bytes:
+        index, start, layout = self._located.blocks[block]
+        shared = self._shared.get(index)
+        if shared is None:
+            shared = self._shared[index] = self._segments.view(self._located.places[index]).numpy()
+        return shared[start : start + layout.nbytes]
+
+    def own(self, block: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        self.nbytes += stop - start
+        index, at, _ = self._located.blocks[block]
+        place = self._located.places[index]
+        if stop - start < _WORTH_MAPPING:
+            copy = torch.empty(shape, dtype=dtype, device="cpu")
+            number, offset, _ = place.at
+            segment = self._segments.whole(number)  # held, or it could be unmapped meanwhile
+            copy_all([(copy.data_ptr(), segment.data_ptr() + offset + at + start, stop - start)])
+            return copy
+        private = self._private.get(index)
+        if private is None:
+            private = self._private[index] = self._segments.private(place, self._lease)
+        return private[at + start : at + stop].view(dtype).view(shape)
+
+    def empty(self, nbytes: int) -> Tensor:
+        self.nbytes += nbytes
+        return scratch.empty(nbytes)

@@ -1,0 +1,286 @@
+"""Rows that are trees: objects with tensors and large arrays in them, at any depth and of any shape.
+
+A block of trees begins with the bytes of its tensors, and behind them has the *structure* of each row: the
+object as msgpack, with a *reference* (dtype, shape, where, how many bytes) where a tensor or an array was. So
+the tensors travel as the bytes that they are, and each row is read by itself. A tensor that several rows of
+a put hold is there once, and all of them refer to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.msgpack import Ext
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlplane.errors import DataPlaneError, InvalidRequestError, MissingDataError, UnsupportedValueError
+from rlplane.storage.dtypes import DTYPES, HOST, dtype_name
+from rlplane.storage.objects import open_ext
+from rlplane.storage.places import ALIGN, Layout
+
+__all__ = ["Bulk", "Own", "Pieces", "TreeReader", "pieces_in", "pieces_of"]
+
+# Smaller arrays are not worth a reference.
+_WORTH_BULK = 4096
+_TENSOR, _ARRAY = 3, 4
+_encoder = msgspec.msgpack.Encoder()
+_references = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int, int])
+# A row of Layout.pieces: a row, the number of a leaf, and the bytes that it refers to.
+_PIECE = np.dtype([("row", np.int64), ("leaf", np.int64), ("begin", np.int64), ("end", np.int64)])
+
+Pieces = NDArray[Any]
+Own = Callable[[int, int, torch.dtype, tuple[int, ...]], Tensor]
+
+
+class Bulk:
+    """The tensors and arrays of one column, while its rows are encoded."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._known: dict[tuple[Any, ...], Ext] = {}
+        self.parts: list[tuple[int, Tensor]] = []
+        self.nbytes = 0
+        self.used = False
+
+    def reference(self, value: Any) -> Ext | None:
+        """What stands for a tensor or a large array in the structure of its row; None for anything else."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if type(value) is np.ndarray and value.nbytes >= _WORTH_BULK:
+            return self._array(value)
+        return None
+
+    def _tensor(self, value: Tensor) -> Ext:
+        if value.is_nested:
+            raise UnsupportedValueError(
+                f"field {self._field!r} holds a nested tensor inside a row; give a list of tensors"
+            )
+        name = dtype_name(self._field, value)
+        if value.nbytes and (value.is_meta or not value.data_ptr()):
+            raise InvalidRequestError(
+                f"field {self._field!r} holds a tensor without memory of its own; give a plain tensor"
+            )
+        # The rows hold the values while they are encoded, so an address stands for one of them only.
+        same = (
+            value.device,
+            value.data_ptr(),
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value.is_conj(),
+            value.is_neg(),
+        )
+        found = self._known.get(same)
+        if found is None:
+            # Asked for, because what does nothing still costs microseconds.
+            plain = value.detach() if value.requires_grad else value
+            found = self._add(_TENSOR, name, tuple(value.shape), plain if plain.is_cpu else plain.cpu())
+            if value.nbytes:
+                self._known[same] = found
+        return found
+
+    def _array(self, value: NDArray[Any]) -> Ext:
+        same = (value.ctypes.data, value.dtype.str, value.shape, value.strides)
+        found = self._known.get(same)
+        if found is None:
+            # As bytes, which torch can have for every dtype and every byte order.
+            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            raw = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+            found = self._known[same] = self._add(_ARRAY, value.dtype.str, value.shape, raw)
+        return found
+
+    def _add(self, code: int, dtype: str, shape: tuple[int, ...], value: Tensor) -> Ext:
+        self.used = True
+        at, size = self.nbytes, value.nbytes
+        if size:
+            self.parts.append((at, value))
+            self.nbytes = -(-(at + size) // ALIGN) * ALIGN
+        return Ext(code, _encoder.encode((dtype, shape, at, size)))
+
+
+class _Reference(NamedTuple):
+    """A tensor or an array that has not been read yet."""
+
+    code: int
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    size: int
+
+
+class TreeReader:
+    """Reads rows of a block of trees, or one leaf of each.
+
+    Args:
+        name: The field, for messages.
+        structures: The bytes of the block.
+        offsets: Where the structures of the rows begin, and where the last one ends.
+        own: Gives bytes of the block as a tensor that belongs to the reader.
+        allow_pickle: Whether objects may be unpickled.
+        path: Which leaf is read, as keys and positions joined by dots. Empty: all of the row.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        structures: memoryview,
+        offsets: Sequence[int],
+        own: Own,
+        *,
+        allow_pickle: bool,
+        path: str = "",
+    ) -> None:
+        self._data, self._offsets, self._path = structures, offsets, path
+        self._opener = opener = _Opener(name, offsets[0], own, allow_pickle)
+        # The opener does not know the decoder: in a cycle, what was read would outlive its reader until the
+        # garbage collector came by.
+        self._decoder = msgspec.msgpack.Decoder(ext_hook=opener.reference if path else opener.open)
+
+    def __call__(self, position: int) -> Any:
+        begin, end = self._offsets[position], self._offsets[position + 1]
+        if not self._offsets[0] <= begin <= end <= len(self._data):
+            self._opener.raise_torn()
+        tree = self._decoder.decode(self._data[begin:end])
+        if not self._path:
+            return tree
+        return self._opener.resolved(_leaf_of(tree, self._path, self._opener.name))
+
+
+class _Opener:
+    """Makes values of references."""
+
+    def __init__(self, name: str, bulk_end: int, own: Own, allow_pickle: bool) -> None:
+        self.name = name
+        self._bulk_end, self._own, self._allow_pickle = bulk_end, own, allow_pickle
+        self._read: dict[_Reference, Any] = {}
+
+    def reference(self, code: int, data: memoryview) -> Any:
+        """What stands in a structure, with tensors and arrays unread."""
+        if code not in (_TENSOR, _ARRAY):
+            return open_ext(code, data, allow_pickle=self._allow_pickle)
+        return _Reference(code, *_references.decode(data))
+
+    def open(self, code: int, data: memoryview) -> Any:
+        """What stands in a structure, read."""
+        found = self.reference(code, data)
+        return self._value(found) if type(found) is _Reference else found
+
+    def resolved(self, tree: Any) -> Any:
+        """A tree with its references read."""
+        if type(tree) is _Reference:
+            return self._value(tree)
+        if type(tree) is dict:
+            return {key: self.resolved(item) for key, item in tree.items()}
+        return [self.resolved(item) for item in tree] if type(tree) is list else tree
+
+    def _value(self, wanted: _Reference) -> Any:
+        # Rows that share a tensor get the same one again, as they had it when they were written.
+        if wanted not in self._read:
+            self._read[wanted] = self._fresh(wanted)
+        return self._read[wanted]
+
+    def _fresh(self, wanted: _Reference) -> Any:
+        code, dtype, shape, at, size = wanted
+        if not 0 <= at <= at + size <= self._bulk_end:
+            self.raise_torn()
+        if code == _ARRAY:
+            raw = self._own(at, at + size, torch.uint8, (size,)).numpy()
+            return raw.view(np.dtype(dtype)).reshape(shape)
+        known = DTYPES[dtype]
+        if known.itemsize * math.prod(shape) != size:
+            self.raise_torn()
+        return (
+            self._own(at, at + size, known, shape) if size else torch.empty(shape, dtype=known, device=HOST)
+        )
+
+    def raise_torn(self) -> NoReturn:
+        """Refuse to read on, which would read other memory."""
+        # A put checks them, so somebody has written over them since.
+        raise DataPlaneError(f"the rows of field {self.name!r} are damaged: they refer to other memory")
+
+
+def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0) -> tuple[list[str], Pieces]:
+    """The paths of all leaves that are tensors, and which bytes each row refers to for which of them.
+
+    For storages in which nobody can look into a row before fetching it.
+
+    Args:
+        structures: The bytes of the block, from byte ``begin`` on.
+        offsets: Where the structures of the rows begin, and where the last one ends, in the block.
+        begin: Where ``structures`` begins.
+    """
+    leaves: dict[str, int] = {}
+    found: list[tuple[int, int, int, int]] = []
+    for row in range(len(offsets) - 1):
+        tree = _lazily.decode(structures[offsets[row] - begin : offsets[row + 1] - begin])
+        for path, wanted in _walk(tree, ""):
+            if wanted.size:
+                leaf = leaves.setdefault(path, len(leaves))
+                found.append((row, leaf, wanted.at, wanted.at + wanted.size))
+    return list(leaves), np.array(found, _PIECE)
+
+
+def pieces_in(
+    layout: Layout, positions: NDArray[np.int64], path: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the bytes begin and end that the rows at ``positions`` refer to, at and below ``path``."""
+    pieces = np.frombuffer(layout.pieces or b"", _PIECE)
+    if path:
+        under = [leaf == path or leaf.startswith(path + ".") for leaf in layout.leaves or ()]
+        pieces = pieces[np.array(under, bool)[pieces["leaf"]]] if len(pieces) else pieces
+    # They are sorted by row, so each row's are neighbours.
+    first = np.searchsorted(pieces["row"], positions, "left")
+    counts = np.searchsorted(pieces["row"], positions, "right") - first
+    at = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return pieces["begin"][at], pieces["end"][at]
+
+
+def _lazy_reference(code: int, data: memoryview) -> Any:
+    return _Reference(code, *_references.decode(data)) if code in (_TENSOR, _ARRAY) else None
+
+
+_lazily = msgspec.msgpack.Decoder(ext_hook=_lazy_reference)
+
+
+def _walk(tree: Any, path: str) -> Iterator[tuple[str, _Reference]]:
+    if type(tree) is _Reference:
+        yield path, tree
+    elif type(tree) is dict or type(tree) is list:
+        for key, item in tree.items() if type(tree) is dict else enumerate(tree):
+            yield from _walk(item, f"{path}.{key}" if path else str(key))
+
+
+def _leaf_of(tree: Any, path: str, name: str) -> Any:
+    found = _descend(tree, path)
+    if found is _NOTHING:
+        held = sorted(tree) if type(tree) is dict else f"a {type(tree).__name__}"
+        raise MissingDataError(f"field {name!r}: a row has nothing at {path!r}; it has {held}")
+    return found
+
+
+_NOTHING = object()
+
+
+def _descend(tree: Any, path: str) -> Any:
+    """What is at ``path``. A key may itself have dots in it."""
+    if type(tree) is list:
+        head, _, rest = path.partition(".")
+        if not head.isdecimal() or int(head) >= len(tree):
+            return _NOTHING
+        return _descend(tree[int(head)], rest) if rest else tree[int(head)]
+    if type(tree) is not dict:
+        return _NOTHING
+    if path in tree:
+        return tree[path]
+    for at, letter in enumerate(path):
+        if letter == "." and path[:at] in tree:
+            found = _descend(tree[path[:at]], path[at + 1 :])
+            if found is not _NOTHING:
+                return found
+    return _NOTHING

@@ -1,0 +1,120 @@
+"""A job that only says ``observability: {enabled: true}`` is seen: from its own processes, by top, dash and
+report."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import rlplane
+from rlplane.metrics.discovery import RunInfo, list_runs
+from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE
+from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
+from rlplane.viewing.feed import read_run
+
+pytestmark = pytest.mark.slow
+ENABLED = {"observability": {"enabled": True, "callback": print}}
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(METRICS_ADDRESS_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(plane: str | None) -> RunInfo:
+    (run,) = [run for run in list_runs() if run.plane and run.plane == plane]
+    return run
+
+
+WORKER = """
+import sys, torch, rlplane
+from tensordict import TensorDict
+
+role, *address = sys.argv[1:]
+overrides = {"observability": {"enabled": True, "role": role}, "controller_address": (address or [None])[0]}
+with rlplane.build_data_plane_client(rlplane.load_config("shm", overrides), bootstrap=False) as client:
+    ids = [f"{role}-{number}" for number in range(4)]
+    client.put_samples(ids, "p", TensorDict({"x": torch.zeros(4, 2)}, [4]))
+"""
+
+
+def start_worker(*arguments: str, inherits: bool) -> subprocess.Popen[bytes]:
+    hidden = () if inherits else (METRICS_ADDRESS_VARIABLE, "RLPLANE_CONTROLLER_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], env=environment)
+
+
+def test_the_bootstrap_client_starts_an_aggregator_that_workers_find_and_ends_it(tmp_path: Path) -> None:
+    with rlplane.build_data_plane_client(rlplane.load_config("shm", ENABLED)) as client:
+        client.register_partition("p", ["x"], 8, ["train"])
+        address = client.controller_address  # type: ignore[attr-defined]
+        run = run_of(address)
+        workers = [
+            start_worker("child", inherits=True),
+            start_worker("stranger", address, inherits=False),
+        ]
+        assert [worker.wait(60) for worker in workers] == [0, 0]
+        with MetricsSnapshotSubscriber(run.snapshot_address) as subscriber:
+            live = subscriber.wait_for_snapshot(timeout=20.0)
+        assert live is not None and live.run_id == run.run_id
+    assert METRICS_ADDRESS_VARIABLE not in os.environ
+    assert run.run_id not in [other.run_id for other in list_runs()]
+    final = read_run(tmp_path / "runs" / run.run_id)
+    assert final.state.value == "COMPLETE"
+    assert {"child", "stranger"} <= {worker.role for worker in final.workers}
+    (part,) = final.partitions
+    assert (part.partition, part.written, part.tracked) == ("p", 8, True)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rlplane.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_top_and_report_find_the_run_and_say_which_line_to_add_when_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Other tests of this machine have runs too. (The path of a socket has to be short.)
+    runtime = tempfile.TemporaryDirectory(prefix="own")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
+    for arguments in (("top", "--json", "--wait", "0.1"), ("report",)):
+        done = command(*arguments)
+        assert done.returncode == 3 and '"observability": {"enabled": True}' in done.stderr
+    with rlplane.build_data_plane_client(rlplane.load_config("local", ENABLED)) as client:
+        client.register_partition("p", ["x"], 8, ["train"])
+        found = json.loads(command("top", "--json", "--wait", "30").stdout)
+        (run,) = list_runs()
+        assert found["snapshot"]["run_id"] == run.run_id
+    assert f"Run {run.run_id}: COMPLETE" in command("report").stdout
+    runtime.cleanup()
+
+
+def test_an_aggregator_can_be_switched_off(tmp_path: Path) -> None:
+    cfg = rlplane.load_config("local", {**ENABLED, "observability.metrics_address": "off"})
+    with rlplane.build_data_plane_client(cfg) as client:
+        client.register_partition("p", ["x"], 8, ["train"])
+        assert METRICS_ADDRESS_VARIABLE not in os.environ
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_goes_on_when_no_aggregator_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "rlplane").write_text("not a directory")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with rlplane.build_data_plane_client(rlplane.load_config("local", ENABLED)) as client:
+        client.register_partition("p", ["x"], 8, ["train"])
+        assert client.list_sample_ids("p") == []
+    assert "no aggregator could start" in caplog.text

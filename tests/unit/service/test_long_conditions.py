@@ -1,0 +1,125 @@
+"""A condition that looks at many samples does so in pieces, between which others are served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.service.service_harness import FOREVER, Desk
+
+from rlplane.control.conditions import key_of
+from rlplane.service import protocol as wire
+from rlplane.service import stall
+
+SAMPLES = 40_000
+
+
+def claim(size: int, where: dict[str, Any]) -> wire.Envelope:
+    return wire.Envelope(wire.ClaimRequest("p", "t", [], size, False, FOREVER, where))
+
+
+@pytest.fixture(autouse=True)
+def the_shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_SLICE_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def desk() -> Desk:
+    desk = Desk(capacity=10**6)
+    desk.service.connect(0)
+    desk.register()
+    for start in range(0, SAMPLES, 1000):
+        ids = [f"s{number}" for number in range(start, start + 1000)]
+        tags = [{"v": number} for number in range(start, start + 1000)]
+        assert desk.answers[desk.commit(0, ids, None, tags=tags)] == wire.Done()
+    return desk
+
+
+def test_a_claim_is_looked_at_in_pieces_and_finds_what_was_written_between_them(desk: Desk) -> None:
+    envelope = claim(3, {"v": {">=": SAMPLES - 1}})
+    look = desk.service.look_ahead(envelope)
+    assert look is not None
+    pieces = 1
+    while not look():
+        pieces += 1
+        if pieces < 9:
+            desk.commit(0, [f"between-{pieces}"], None, tags=[{"v": SAMPLES + pieces}])
+    assert pieces > 100
+    answer = desk.ask(0, envelope.request)
+    assert answer.ids == [f"s{SAMPLES - 1}", "between-2", "between-3"]
+
+
+def test_what_was_looked_at_is_not_looked_at_again(desk: Desk) -> None:
+    envelope = claim(8, {"v": -1})
+    look = desk.service.look_ahead(envelope)
+    assert look is not None
+    while not look():
+        pass
+
+    def look_again(tags: dict[str, Any]) -> bool:
+        raise AssertionError("every sample was looked at before")
+
+    partition = desk.service.state.partition("p")
+    matches = partition._conditions.get(key_of({"v": -1}), look_again)
+    matches._condition = look_again
+    rows = partition.live_rows(None)
+    unclaimed = rows[~partition.task("t").claimed[rows]]
+    assert len(unclaimed) >= SAMPLES - 3 and not matches(unclaimed).any()
+
+
+def test_a_claim_that_finds_its_batch_at_the_front_is_not_looked_at_in_pieces(desk: Desk) -> None:
+    look = desk.service.look_ahead(claim(8, {"v": {"<": SAMPLES}}))
+    assert look is not None and look()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.ClaimRequest("p", "t", [], 1, False, FOREVER, None),
+        wire.ClaimRequest("p", "t", [], 1, False, FOREVER, {"v": {"no such operator": 1}}),
+        wire.ListIds("p"),
+    ],
+)
+def test_other_requests_are_handled_at_once(desk: Desk, request_: Any) -> None:
+    assert desk.service.look_ahead(wire.Envelope(request_)) is None
+
+
+@pytest.mark.parametrize(("partition", "task", "field"), [("q", "t", "x"), ("p", "u", "x"), ("p", "t", "y")])
+def test_a_claim_that_will_be_refused_is_refused(desk: Desk, partition: str, task: str, field: str) -> None:
+    body = wire.ClaimRequest(partition, task, [field], 1, False, FOREVER, {"v": 1})
+    assert desk.service.look_ahead(wire.Envelope(body)) is None
+    assert isinstance(desk.ask(0, body), wire.Failure)
+
+
+@pytest.mark.parametrize("where", [{"v": 7}, {"v": {"<": 3}}, {"no such tag": 1}, {"v": 7, "w": {"<": 3}}])
+def test_a_question_is_looked_at_in_pieces_and_sees_what_changes_between_them(
+    desk: Desk, where: dict[str, Any]
+) -> None:
+    before = desk.ask(0, wire.Count("p", where))
+    partition = desk.service.state.partition("p")
+    partition.indexes.clear()
+    look = desk.service.look_ahead(wire.Envelope(wire.Count("p", where)))
+    assert look is not None
+    assert not look()
+    tags = [{"v": 7}, {"v": 1}, {"v": SAMPLES}]
+    ids = [f"new-{len(partition.rows)}-{number}" for number in range(3)]
+    desk.commit(0, ids, None, tags=tags)
+    desk.ask(0, wire.Clear("p", ids[1:]))
+    while not look():
+        pass
+    assert all(index.is_whole for index in partition.indexes.values())
+    assert desk.ask(0, wire.Count("p", where)).value == before.value + (where == {"v": 7})
+    desk.ask(0, wire.Clear("p", ids))
+    assert desk.ask(0, wire.Count("p", where)) == before
+
+
+def test_the_status_says_for_how_long_the_loop_was_busy(desk: Desk) -> None:
+    busy = desk.service.stall
+    busy.record(0.2, 100.0)
+    busy.record(0.1, 101.0)
+    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 200.0}
+    busy.record(0.05, 111.0)
+    busy.record(0.03, 122.0)
+    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 50.0}
+    busy.record(0.01, 200.0)
+    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 10.0}

@@ -1,0 +1,418 @@
+"""A service that was built from a journal is the service that wrote it, wherever the journal ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
+
+from rlplane.control.line import WaitingLine
+from rlplane.control.requests import NOBODY, Batch, Claim
+from rlplane.control.rules import PartitionSpec
+from rlplane.errors import CheckpointError
+from rlplane.service import journal as journal_module
+from rlplane.service import protocol as wire
+from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.journal import Journal
+from rlplane.service.recovery import About, JournaledHost, Recovered, recover
+from rlplane.service.server import Server
+from rlplane.service.sockets import listen
+from rlplane.storage.keyed import KeyedHost
+from rlplane.storage.places import Place
+from rlplane.storage.shm.arena import PAGE
+
+CAPACITY = 12
+CLIENTS = (0, 1, 2)
+SHARE = 0.25
+
+
+class JournaledDesk:
+    """A service with a journal, and a picture of it after each of its inputs."""
+
+    def __init__(self, directory: Path, *, keyed: bool = False, seed: int = 0) -> None:
+        self.directory = directory
+        self.random = random.Random(seed)
+        self.journal = Journal(directory)
+        host: Any = KeyedHost(16 * PAGE, lambda place: True) if keyed else ArenaHost(16, 4)
+        self.host = JournaledHost(host, self.journal)
+        self.service = ControlService(CAPACITY, self.host, self._send, self.journal, reserve_for_live=SHARE)
+        self.answers: dict[tuple[int, int], Any] = {}
+        self.spares: dict[int, Place] = {}
+        self.places: dict[int, list[Place]] = {client: [] for client in CLIENTS}
+        self.leases: dict[int, list[int]] = {client: [] for client in CLIENTS}
+        self.asked: list[tuple[int, int, wire.Request, int]] = []
+        self.numbers = itertools.count(1)
+        self.ends: list[tuple[int, dict[str, Any]]] = []
+        for client in CLIENTS:
+            self.service.connect(client, f"secret {client}", bootstrap=client == 0)
+        self._flush()
+
+    def _send(self, request: PendingRequest, answer: wire.Answer) -> None:
+        assert (request.client, request.number) not in self.answers, "answered twice"
+        self.answers[request.client, request.number] = answer
+        if isinstance(answer, wire.Reserved):
+            self.places[request.client].append(answer.place)
+        if isinstance(answer, wire.Done) and answer.spare is not None:
+            self.spares[request.client] = answer.spare
+        if isinstance(answer, wire.Located):
+            self.leases[request.client].append(answer.lease)
+
+    def _flush(self) -> None:
+        self.journal.flush()
+        size = (self.directory / f"journal.{self.journal.generation}").stat().st_size
+        self.ends.append((size, picture(self.service)))
+
+    def ask(self, client: int, request: wire.Request, **more: Any) -> None:
+        number = next(self.numbers)
+        envelope = wire.Envelope(request, more.get("released", []), more.get("abandoned", []))
+        body = wire.encode(envelope)
+        channel = self.random.randrange(1, 4)
+        self.asked.append((client, number, request, channel))
+        self.service.handle(PendingRequest(client, number, channel), wire.envelope_decoder.decode(body), body)
+
+    def step(self) -> None:
+        """One random input."""
+        pick, client = self.random, self.random.choice(CLIENTS)
+        self.service.now += pick.choice([0.01, 0.1, 1.0]) * pick.random()
+        self.service.wall = self.service.now + 1000
+        if client not in self.service._clients:
+            self.service.connect(client, f"secret {client}")
+            self._flush()
+            return
+        kind = pick.choices(
+            ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
+             "leave", "unreserve"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1],
+        )[0]  # fmt: skip
+        ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
+        more: dict[str, Any] = {}
+        if self.leases[client] and pick.random() < 0.2:
+            more["released"] = [self.leases[client].pop()]
+        timeout_s = pick.choice([0.5, 3.0, FOREVER])
+        match kind:
+            case "register":
+                spec = PartitionSpec.checked("p", ["x", "y"], pick.choice([3, 6]), ["t", "u"], None, None)
+                self.ask(client, wire.Register(spec), **more)
+            case "reserve":
+                room = pick.randrange(1, 6) * PAGE
+                wanted = wire.Reserve(room, timeout_s, pick.choice([None, "p", "p"]), ids)
+                self.ask(client, wanted, **more)
+            case "commit":
+                self._commit(client, ids, timeout_s, more)
+            case "claim":
+                where = pick.choice([None, None, {"n": {">=": 2}}])
+                request = wire.ClaimRequest(
+                    "p", pick.choice("tu"), ["x"], pick.randrange(1, 4), pick.random() < 0.6, timeout_s, where
+                )
+                if pick.random() < 0.3:
+                    request.order = pick.choice(["lifo", "priority:n"])
+                self.ask(client, request, **more)
+            case "clear":
+                self.ask(client, wire.Clear("p", pick.choice([ids, ids, None])), **more)
+            case "locate":
+                self.ask(client, wire.Locate("p", ids[:1], ["x"]), **more)
+            case "release":
+                if self.leases[client]:
+                    self.service.release(client, self.leases[client].pop())
+            case "abandon":
+                mine = [number for owner, number, _, _ in self.asked[-6:] if owner == client]
+                if mine:
+                    self.service.abandon(client, pick.choice(mine))
+            case "expire":
+                self.service.now += 1.0
+                self.service.expire()
+            case "leave":
+                self.service.disconnect(client, died=pick.random() < 0.5)
+                self.places[client], self.leases[client] = [], []
+                self.spares.pop(client, None)
+            case "unreserve":
+                if self.places[client]:
+                    self.ask(client, wire.Unreserve(self.places[client].pop().number), **more)
+        self._flush()
+
+    def _commit(self, client: int, ids: list[str], timeout_s: float, more: dict[str, Any]) -> None:
+        tags = [{"n": self.random.randrange(4)} for _ in ids] if self.random.random() < 0.5 else None
+        place = self.spares.pop(client, None) if self.random.random() < 0.5 else None
+        if place is None and self.places[client]:
+            place = self.places[client].pop()
+        version = getattr(self.service.state.partitions.get("p"), "version", 0)
+        names, layouts, used = [], [], 0
+        if place is not None:
+            used = PAGE * self.random.randrange(1, place.size // PAGE + 1)
+            names, layouts = ["x"], [layout_of(used, len(ids))]
+        number = None if place is None else place.number
+        request = wire.Commit("p", version, ids, names, layouts, number, used, timeout_s, tags, want=PAGE)
+        self.ask(client, request, **more)
+
+    def compact(self) -> None:
+        about = About({0: "secret 0"}, 0, 3, 9, self.host.in_use, self.host.last_place, self.host.given_back)
+        self.journal.compact((tuple(about), self.service.dump()))
+        child = self.journal._child
+        assert child is not None
+        os.waitpid(child, 0)
+        self.ends = []
+        self._flush()
+
+
+def picture(service: ControlService) -> dict[str, Any]:
+    """Everything that a client could find out, and nothing that depends on who reads at the moment."""
+    leased: dict[int, int] = {}
+    for held in service._clients.values():
+        for numbers in held.leases.values():
+            for number in numbers:
+                leased[number] = leased.get(number, 0) + 1
+    references = {number: count - leased.get(number, 0) for number, count in service._place_refs.items()}
+    return {
+        "partitions": {name: partition_picture(p) for name, p in service.state.partitions.items()},
+        "live": service.state.live,
+        "stamp": service.state.stamp,
+        "waiting": [(token.client, token.number) for token in service.state.waiting()],  # type: ignore[attr-defined]
+        "reservations": [
+            (w.request.client, w.request.number, w.nbytes) for w in service._waiting_reservations
+        ],
+        "lines": [line_picture(service._waiting_reservations), line_picture(service.state._waiting_puts)],
+        "unanswered": sorted(service._unanswered),
+        "blocks": dict(service._blocks),
+        "places": {n: service._places[n] for n, count in references.items() if count},
+        "references": {n: count for n, count in references.items() if count},
+        "clients": {
+            client: (dict(held.reserved), held.spare, dict(held.answers), list(held.abandoned))
+            for client, held in service._clients.items()
+        },
+    }
+
+
+def line_picture(line: WaitingLine[Any]) -> list[Any]:
+    if not line:
+        return []
+    entries = [(entry.patience, entry.overtaken, entry.refused_at) for entry in line._entries]
+    return [line.due, line._quiet_since, line._room, entries]
+
+
+def partition_picture(partition: Any) -> dict[str, Any]:
+    rows = partition.live_rows(None)
+    return {
+        "spec": partition.spec,
+        "version": partition.version,
+        "written": partition.written,
+        "ids": partition.ids[rows].tolist(),
+        "tags": partition.tags[rows].tolist(),
+        "born": partition.born[rows].tolist(),
+        "fields": {
+            name: (c.block[rows].tolist(), c.position[rows].tolist(), c.produced, c.stamped)
+            for name, c in partition.columns.items()
+        },
+        "tasks": {
+            name: (t.claimed[rows].tolist(), t.owner[rows].tolist(), t.count, t.claims)
+            for name, t in partition.tasks.items()
+        },
+    }
+
+
+def ended_at(directory: Path, size: int, scratch: Path) -> Recovered:
+    """What is recovered from the journal as it was when it had ``size`` bytes."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(directory, scratch)
+    newest = max(scratch.glob("journal.*"), key=lambda path: int(path.suffix[1:]))
+    os.truncate(newest, size)
+    return recover(scratch, CAPACITY, 16 * PAGE, SHARE)
+
+
+def drained(service: ControlService) -> list[list[str]]:
+    """The order in which everything that is ready is handed out."""
+    handed = []
+    for partition in service.state.partitions.values():
+        for task in partition.tasks:
+            claim = Claim("p", task, ["x"], 100, owner=7)
+            for _, batch in service.state.claim(claim, blocking=False).answers:
+                assert isinstance(batch, Batch)
+                handed.append(batch.ids)
+    return handed
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(5, 60), keyed=st.booleans(), compacts=st.booleans())
+def test_wherever_the_journal_is_cut_the_service_is_the_one_that_it_was_then(
+    seed: int, steps: int, keyed: bool, compacts: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory, scratch = Path(name) / "plane", Path(name) / "cut"
+        directory.mkdir()
+        desk = JournaledDesk(directory, keyed=keyed, seed=seed)
+        for step in range(steps):
+            if compacts and step == steps // 2:
+                desk.compact()
+            desk.step()
+        sizes = [size for size, _ in desk.ends]
+        chosen = desk.random.sample(range(len(desk.ends)), min(len(desk.ends), 6))
+        for at in chosen:
+            size, expected = desk.ends[at]
+            assert picture(ended_at(directory, size, scratch).service) == expected
+            if at + 1 < len(sizes) and sizes[at + 1] > size:
+                torn = desk.random.randrange(size + 1, sizes[at + 1])
+                assert picture(ended_at(directory, torn, scratch).service) == expected
+        whole = ended_at(directory, sizes[-1], scratch)
+        assert {**whole.places} == desk.host.in_use
+        _repeat_some_requests(desk, whole.service)
+        assert drained(whole.service) == drained(desk.service)
+        desk.journal.close()
+
+
+def _repeat_some_requests(desk: JournaledDesk, service: ControlService) -> None:
+    """Requests whose answers a client may not have read are answered as before, and change nothing."""
+    before = picture(service)
+    again: list[Any] = []
+    service.deliver = lambda request, answer: again.append(answer)
+    for client, number, request, _ in desk.asked[-8:]:
+        held = service._clients.get(client)
+        if held is None or not isinstance(request, wire.CHANGES):
+            continue
+        if number not in held.answers and (client, number) not in service._unanswered:
+            continue
+        again.clear()
+        service.handle(PendingRequest(client, number, 50), wire.Envelope(request))
+        expected = desk.answers.get((client, number))
+        if expected is not None and hasattr(expected, "waited_s"):  # told once, to whoever waited
+            expected = msgspec.structs.replace(expected, waited_s=0.0)
+        assert again == ([] if expected is None else [expected])
+    assert picture(service) == before
+
+
+def test_claims_are_recovered_with_their_owner_and_go_back_when_it_does_not_return(tmp_path: Path) -> None:
+    desk = JournaledDesk(tmp_path)
+    desk.ask(0, wire.Register(PartitionSpec.checked("p", ["x"], 9, ["t"], None, None)))
+    desk.ask(1, wire.Reserve(PAGE, 1.0))
+    place = desk.places[1][0]
+    desk.ask(1, wire.Commit("p", 1, ["a", "b"], ["x"], [layout_of(PAGE, 2)], place.number, PAGE, 1.0))
+    desk.ask(2, wire.ClaimRequest("p", "t", ["x"], 1, False, 0.0))
+    desk.journal.flush()
+    service = recover(tmp_path, CAPACITY, 16 * PAGE).service
+    task = service.state.partition("p").task("t")
+    assert sorted(task.owner[service.state.partition("p").live_rows(None)].tolist()) == [NOBODY, 2]
+    service.disconnect(2, died=True)
+    assert drained(service) == [["a", "b"]]
+
+
+def test_a_place_on_which_a_missing_client_may_have_a_lease_is_not_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = JournaledDesk(tmp_path)
+    desk.ask(0, wire.Register(PartitionSpec.checked("p", ["x"], 9, ["t"], None, None)))
+    desk.ask(1, wire.Reserve(PAGE, 1.0))
+    place = desk.places[1][0]
+    desk.ask(1, wire.Commit("p", 1, ["a"], ["x"], [layout_of(PAGE, 1)], place.number, PAGE, 1.0))
+    desk.ask(2, wire.Locate("p", ["a"], ["x"]))
+    desk.journal.flush()
+    recovered = recover(tmp_path, CAPACITY, 16 * PAGE)
+    service = recovered.service
+    freed: list[Place] = []
+    monkeypatch.setattr(service.storage, "free", freed.append)
+    service.handle(PendingRequest(1, 99, 7), wire.Envelope(wire.Clear("p", ["a"])))
+    assert freed == []
+    service.resume(2, {desk.leases[2][0]: [place.number]}, [], recovered.places)
+    service.all_have_resumed()
+    assert service.unreferenced(recovered.places) == []
+    service.release(2, desk.leases[2][0])
+    assert [freed_place.number for freed_place in freed] == [place.number]
+
+
+def test_a_request_that_was_abandoned_unheard_is_undone_when_its_client_resumes(tmp_path: Path) -> None:
+    desk = JournaledDesk(tmp_path)
+    desk.ask(0, wire.Register(PartitionSpec.checked("p", ["x"], 9, ["t"], None, None)))
+    desk.ask(1, wire.Commit("p", 1, ["a"], [], [], None, 0, 1.0))
+    desk.ask(2, wire.ClaimRequest("p", "t", [], 1, False, 0.0))
+    desk.journal.flush()
+    _, number, _, _ = desk.asked[-1]
+    recovered = recover(tmp_path, CAPACITY, 16 * PAGE)
+    assert recovered.service.state.partition("p").task("t").count == 1
+    recovered.service.resume(2, {}, [number], recovered.places)
+    assert recovered.service.state.partition("p").task("t").count == 0
+
+
+def test_a_waiting_claim_is_the_same_claim_after_a_dump() -> None:
+    claim = Claim(
+        "p", "t", ["x"], 8, {"n": {"in": [1, 2]}},
+        owner=3, max_tokens=99, order="priority:n", step="s1", dp_rank=1, dp_world=4,
+    )  # fmt: skip
+    again: Any = pickle.loads(pickle.dumps(claim))
+    assert again.order.text == "priority:n"
+    assert again.condition({"n": 2}) and not again.condition({"n": 3})
+    for name in set(Claim.__slots__) - {"order", "condition"}:
+        assert getattr(again, name) == getattr(claim, name), name
+
+
+def test_a_journal_that_cannot_be_written_is_given_up_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = JournaledDesk(tmp_path)
+
+    def full(fd: int, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    desk.ask(0, wire.Register(PartitionSpec.checked("p", ["x"], 9, ["t"], None, None)))
+    desk.journal.flush()
+    monkeypatch.undo()
+    assert "cannot be written" in caplog.text
+    desk.ask(1, wire.Commit("p", 1, ["a"], [], [], None, 0, 1.0))
+    desk.journal.flush()
+    assert desk.service.state.live == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dump_that_refers_to_code_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path).close()
+    journal_module.write_dump(tmp_path, 0, os.system)
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        recover(tmp_path, CAPACITY, None)
+
+
+def test_a_place_that_changed_hands_while_a_client_was_missing_is_not_freed_twice(tmp_path: Path) -> None:
+    """It was reserved before the service died. While another client is still missing it is committed, which
+    makes it shorter, and cleared, and what came free is given to somebody else."""
+    desk = JournaledDesk(tmp_path)
+    spec = PartitionSpec.checked("p", ["x"], 3, ["t"], None, None)
+    desk.ask(1, wire.Register(spec))
+    desk.ask(1, wire.Reserve(3 * PAGE, FOREVER))
+    (place,) = desk.places[1]
+    desk.ask(1, wire.Reserve(PAGE, FOREVER))
+    unused = desk.places[1][-1]
+    desk.journal.flush()
+    recovered = recover(tmp_path, CAPACITY, desk.host.limit, SHARE)
+    listener, _ = listen(f"unix://{tmp_path}/control")
+    host = ArenaHost(16, 4)
+    assert isinstance(desk.host._host, ArenaHost)
+    host.segments.update(desk.host._host.segments)
+    data = {number: [(0, size)] for number, size in host.segments.items()}
+    host.arena.adopt(dict(host.segments), recovered.places.values(), unused.number, data, {})
+    journal = Journal(tmp_path, recovered.generation)
+    server = Server(CAPACITY, host, listener, journal=journal, recovered=recovered, reconnect_timeout_s=600)
+
+    def ask(client: int, number: int, request: wire.Request) -> None:
+        server.service.handle(PendingRequest(client, number, 1), wire.Envelope(request), b"\xc0")
+
+    for client in (1, 2):
+        del server._missing[client]
+        server.service.resume(client, {}, [], server._still_in_use())
+    layout = layout_of(PAGE, 1)
+    ask(1, 1001, wire.Commit("p", 1, ["a"], ["x"], [layout], place.number, PAGE, FOREVER))
+    ask(1, 1002, wire.Unreserve(unused.number))
+    ask(1, 1003, wire.Clear("p", ["a"]))
+    ask(2, 1001, wire.Reserve(2 * PAGE, FOREVER))
+    ask(2, 1002, wire.Reserve(PAGE, FOREVER))
+    assert host.used == 4 * PAGE, "what was cleared is kept for who may read it"
+    server._missing.clear()
+    server._finish_recovery()
+    assert host.used == 3 * PAGE
+    server.close()

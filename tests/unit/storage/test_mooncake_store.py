@@ -1,0 +1,274 @@
+"""Bytes in and out of Mooncake, when it answers with its error codes, and when it does not answer."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnectionError
+from rlplane.storage.chunks import Chunk, ChunksLostError
+from rlplane.storage.mooncake import store as module
+from rlplane.storage.mooncake.store import MooncakeStore
+
+NOT_FOUND, NO_ROOM, TRANSFER, UNREACHABLE_MASTER, OTHER = -704, -200, -800, -900, -1
+FOREVER = float("inf")
+
+# What an answer should be instead of success: (call, key) -> code, or None.
+Fault = Callable[[str, int], int | None]
+
+
+class FakeMooncake:
+    """Mooncake's store as TransferQueue's client holds it: values by name, memory by address."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.fault: Fault = lambda call, key: None
+        self.calls: list[tuple[str, list[int]]] = []
+        self.registered: list[int] = []
+        self.hang: threading.Event | None = None
+        self.closed = False
+
+    def register_buffer(self, address: int, size: int) -> int:
+        self.registered.append(address)
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def batch_upsert_from(
+        self, names: list[str], addresses: list[int], sizes: list[int], config: Any
+    ) -> list[int]:
+        codes = self._begin("put", names)
+        for name, address, size, code in zip(names, addresses, sizes, codes, strict=True):
+            assert self._is_registered(address)
+            if code == 0:
+                self.values[name] = ctypes.string_at(address, size)
+        return codes
+
+    def batch_get_into(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        codes = self._begin("get", names)
+        for place, (name, address, size) in enumerate(zip(names, addresses, sizes, strict=True)):
+            assert self._is_registered(address)
+            if codes[place] == 0 and name not in self.values:
+                codes[place] = NOT_FOUND
+            if codes[place] == 0:
+                ctypes.memmove(address, self.values[name], size)
+                codes[place] = len(self.values[name])
+        return codes
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        codes = self._begin("remove", names)
+        return [
+            code or (0 if self.values.pop(name, None) is not None else NOT_FOUND)
+            for name, code in zip(names, codes, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _begin(self, call: str, names: list[str]) -> list[int]:
+        keys = [int(name.removeprefix("rlplane/")) for name in names]
+        self.calls.append((call, keys))
+        if self.hang is not None:
+            self.hang.wait(30)
+        return [self.fault(call, key) or 0 for key in keys]
+
+    def _is_registered(self, address: int) -> bool:
+        return any(base <= address for base in self.registered)
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeMooncake, MooncakeStore]]:
+    monkeypatch.setattr(module, "_KEYS_PER_CALL", 4)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.2)
+    fake = FakeMooncake()
+    client = SimpleNamespace(_store=fake, replica_config=object(), close=fake.close)
+    store = MooncakeStore(client, lambda: None, 0.1, wait_for_close=True)
+    yield fake, store
+    if fake.hang is not None:
+        fake.hang.set()
+    assert fake.registered == [], "a buffer is still registered"
+    store.close()
+    assert fake.closed
+
+
+def ten_chunks() -> tuple[list[Chunk], torch.Tensor]:
+    buffer = torch.arange(100, dtype=torch.uint8)
+    return [Chunk(key, 10 * key, 10) for key in range(10)], buffer
+
+
+def fails_times(fake: FakeMooncake, times: int, **codes: int) -> None:
+    """Have key 5 fail so many times, in the calls that are named."""
+    left = dict.fromkeys(codes, times)
+
+    def fault(call: str, key: int) -> int | None:
+        if key == 5 and left.get(call, 0):
+            left[call] -= 1
+            return codes[call]
+        return None
+
+    fake.fault = fault
+
+
+def test_chunks_come_back_and_no_call_has_too_many_keys(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    got = torch.zeros(100, dtype=torch.uint8)
+    store.get(chunks, got)
+    assert torch.equal(got, buffer)
+    store.drop([*range(10), 77])
+    assert fake.values == {}
+    sizes = [len(keys) for _, keys in fake.calls]
+    assert sizes == [4, 4, 2, 4, 4, 2, 4, 4, 3]
+
+
+def test_what_mooncake_does_not_have_any_more_is_lost_and_named(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    del fake.values["rlplane/5"], fake.values["rlplane/6"]
+    with pytest.raises(ChunksLostError, match="does not have it any more") as lost:
+        store.get(chunks, buffer)
+    assert lost.value.keys == {5, 6}
+
+
+def test_a_value_of_another_size_is_no_answer(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    fake.values["rlplane/5"] = b"short"
+    with pytest.raises(PlaneConnectionError, match=r"failed 3 times with the codes \[5\]"):
+        store.get(chunks, buffer)
+
+
+def test_a_put_waits_for_room_and_sends_only_what_is_not_there_yet(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fails_times(fake, 5, put=NO_ROOM)
+    store.put(chunks, buffer, time.monotonic() + 30)
+    assert len(fake.values) == 10
+    assert [keys for call, keys in fake.calls if call == "put"] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        *[[5]] * 5,
+        [8, 9],
+    ]
+
+
+def test_a_put_that_finds_no_room_in_time_leaves_nothing(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fake.fault = lambda call, key: NO_ROOM if call == "put" and key >= 5 else None
+    with pytest.raises(CapacityTimeoutError, match="no room for 30 more bytes; nothing was written"):
+        store.put(chunks, buffer, time.monotonic() + 0.1)
+    assert fake.values == {}
+
+
+@pytest.mark.parametrize("code", [TRANSFER, OTHER])
+def test_a_failure_that_passes_is_tried_again(mooncake: Any, code: int) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fails_times(fake, 2, put=code, get=code)
+    store.put(chunks, buffer, FOREVER)
+    got = torch.zeros(100, dtype=torch.uint8)
+    store.get(chunks, got)
+    assert torch.equal(got, buffer)
+
+
+@pytest.mark.parametrize("code", [TRANSFER, OTHER])
+def test_a_failure_that_stays_is_an_error_with_its_code(mooncake: Any, code: int) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fails_times(fake, 3, put=code)
+    with pytest.raises(PlaneConnectionError, match=rf"failed 3 times with the codes \[{code}\]"):
+        store.put(chunks, buffer, FOREVER)
+    assert fake.values == {}, "a put that failed leaves nothing"
+    store.put(chunks, buffer, FOREVER)
+    fails_times(fake, 3, get=code)
+    with pytest.raises(PlaneConnectionError, match=rf"failed 3 times with the codes \[{code}\]"):
+        store.get(chunks, buffer)
+
+
+def test_a_failed_put_is_told_even_when_it_cannot_be_cleaned_up(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fake.fault = lambda call, key: TRANSFER if key == 5 else None
+    with pytest.raises(PlaneConnectionError, match=r"failed 3 times"):
+        store.put(chunks, buffer, FOREVER)
+
+
+@pytest.mark.parametrize("code", [TRANSFER, UNREACHABLE_MASTER])
+def test_what_fails_because_a_unit_or_the_master_died_is_lost_with_it(mooncake: Any, code: int) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+
+    def dead() -> None:
+        raise PlaneConnectionError("storage unit 1 has died")
+
+    store._check_alive = dead
+    fails_times(fake, 1, get=code)
+    with pytest.raises(ChunksLostError, match="storage unit 1 has died") as lost:
+        store.get(chunks, buffer)
+    assert lost.value.keys == {5}
+
+
+def test_what_cannot_be_removed_is_an_error_with_its_code(mooncake: Any) -> None:
+    fake, store = mooncake
+    fake.fault = lambda call, key: OTHER
+    with pytest.raises(DataPlaneError, match="could not remove a value: code -1"):
+        store.drop([1])
+
+
+@pytest.mark.parametrize("call", ["put", "get", "drop"])
+def test_a_mooncake_that_does_not_answer_is_an_error_in_time(mooncake: Any, call: str) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    fake.hang = threading.Event()
+    calls = {
+        "put": lambda: store.put(chunks, buffer, FOREVER),
+        "get": lambda: store.get(chunks, buffer),
+        "drop": lambda: store.drop([1]),
+    }
+    outcome: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            calls[call]()
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it waits for ever"
+    assert isinstance(outcome[0], PlaneConnectionError) and "did not answer" in str(outcome[0])
+
+
+def test_memory_that_a_late_answer_is_written_to_is_not_given_to_others(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    fake.hang = threading.Event()
+    freed = threading.Event()
+
+    class Noticed(torch.Tensor):
+        def __del__(self) -> None:
+            freed.set()
+
+    target = torch.zeros(100, dtype=torch.uint8).as_subclass(Noticed)
+    with pytest.raises(PlaneConnectionError, match="did not answer"):
+        store.get(chunks, target)
+    del target
+    assert not freed.is_set(), "Mooncake still writes there"
+    fake.hang.set()
+    assert freed.wait(10)
