@@ -1,7 +1,14 @@
 """The control state of a plane, pure: no socket, clock, thread, file or tensor.
 
 state.py       ControlState: all partitions, what waits for room, which blocks are still needed
-partition.py   one partition: its samples by row, where their fields are, each task's cursor
+partition.py   one partition: registering, writing, removing, and the parts that it consists of
+  samples.py        its samples by row, with their tags and fields
+  fields.py         where the values of one field are
+  group_members.py  which rows are a group, how large it is to become, how long it has waited
+  cursors.py        its tasks: what each has claimed, and the queues of what is ready
+  claims.py         how claims are answered, those that wait among them
+  flow_control.py   its flow policy, applied to rows
+  looking.py        questions that change nothing
 queues.py      samples that are ready for a task, in the order in which they became ready
 groups.py      the same for whole GRPO groups
 ordered.py     the same in another order

@@ -90,9 +90,9 @@ class Conditions:
         for matches in self._matches.values():
             matches.forget(rows)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # Conditions are functions; a dump goes without, and they are asked for again.
-        return Conditions, (self._table,)
+        return {**vars(self), "_matches": {}}
 
 
 class Look:

@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.fields import FieldIndex
 from rlplane.control.flow import SavedFlow
-from rlplane.control.partition import FieldIndex, Partition
+from rlplane.control.partition import Partition
 from rlplane.control.requests import NOBODY
 from rlplane.control.rules import PartitionSpec, check_ids
 from rlplane.control.state import ControlState
@@ -80,7 +81,8 @@ def dump_state(state: ControlState) -> bytes:
     """All partitions with their samples, tags, places, cursors and unfinished claims."""
     partitions = []
     for partition in state.partitions.values():
-        rows = partition.live_rows(None)
+        table = partition.table
+        rows = table.live_rows(None)
         columns = [
             _SavedField(
                 name,
@@ -91,7 +93,7 @@ def dump_state(state: ControlState) -> bytes:
                 column.stamped,
                 _saved_turns(column, rows),
             )
-            for name, column in partition.columns.items()
+            for name, column in table.columns.items()
         ]
         tasks = [
             _SavedTask(
@@ -103,13 +105,13 @@ def dump_state(state: ControlState) -> bytes:
             )
             for name, task in partition.tasks.items()
         ]
-        ids, tags = partition.ids[rows].tolist(), partition.tags[rows].tolist()
-        born, groups = partition.born[rows].tobytes(), partition.groups[rows].tolist()
+        ids, tags = table.ids[rows].tolist(), table.tags[rows].tolist()
+        born, groups = table.born[rows].tobytes(), table.groups[rows].tolist()
         flow = partition.flow.saved({row: place for place, row in enumerate(rows.tolist())})
         partitions.append(
             _SavedPartition(
-                partition.spec,
-                partition.written,
+                table.spec,
+                table.written,
                 ids,
                 tags,
                 born,
@@ -117,11 +119,11 @@ def dump_state(state: ControlState) -> bytes:
                 tasks,
                 groups,
                 flow,
-                partition.group_sizes,
-                partition.steps.saved(),
-                partition.finished,
-                partition.serial[rows].tobytes(),
-                partition.next_serial,
+                partition.groups.sizes,
+                partition.claims.steps.saved(),
+                table.finished,
+                table.serial[rows].tobytes(),
+                table.next_serial,
             )
         )
     return msgspec.msgpack.encode(_SavedState(SCHEMA_VERSION, state.stamp, partitions))
@@ -208,19 +210,20 @@ def _restore_partition(
     if len(saved.tags) != count or len(saved.groups) not in (0, count):
         raise ValueError(f"{count} samples have {len(saved.tags)} tags and {len(saved.groups)} groups")
     partition = state.partitions[spec.partition_id] = Partition(spec)
+    table = partition.table
     rows = partition.adopt(saved.ids, saved.tags, saved.groups, _read(saved.born, np.float64, count))
     if saved.serials:
-        partition.serial[rows] = _read(saved.serials, np.int64, count)
+        table.serial[rows] = _read(saved.serials, np.int64, count)
     # Also when nothing is left of what had the numbers below.
-    partition.next_serial = max(partition.next_serial, saved.next_serial)
-    partition.written = saved.written
-    partition.group_sizes.update(saved.group_sizes)
-    partition.finished = saved.finished
+    table.next_serial = max(table.next_serial, saved.next_serial)
+    table.written = saved.written
+    table.finished = saved.finished
+    partition.groups.sizes.update(saved.group_sizes)
     for step in saved.steps:
-        partition.steps.add(StepKey(step.task, step.step), step.parts)
+        partition.claims.steps.add(StepKey(step.task, step.step), step.parts)
     partition.flow.load(saved.flow, rows.tolist())
     for item in saved.columns:
-        column = partition.columns.setdefault(item.name, FieldIndex(partition.size, item.declared))
+        column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))
         if column.produced:
             raise ValueError(f"it has field {item.name!r} twice")
         blocks = _renumbered(_read(item.blocks, np.int64, count), numbers)
@@ -249,13 +252,13 @@ def _restore_partition(
         task.count = int(claimed.sum())
         task.kept.update(cursor.kept)
         if cursor.uses:
-            task.uses = np.zeros(partition.size, np.int64)
+            task.uses = np.zeros(table.size, np.int64)
             task.uses[rows] = _read(cursor.uses, np.int64, count)
         if release_claims and spec.group_size:
-            partition.count_kept(task, rows[unfinished])
+            partition.cursors.count_kept(task, rows[unfinished])
     if spec.flow is not None and spec.flow.group_timeout_s is not None:
         state.has_clocks = True
-        partition.resume_clocks()
+        partition.groups.resume_clocks()
 
 
 def _saved_turns(column: FieldIndex, rows: NDArray[np.int64]) -> bytes:

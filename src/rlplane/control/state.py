@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.conditions import Look
+from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
-from rlplane.control.partition import TIMEOUT, Partition, Pieces
+from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
@@ -95,7 +96,7 @@ class ControlState:
             return effects
         effects.answers.extend((claim.token, error) for claim, error in partition.register(spec))
         self._waiting_puts.reconsider()
-        self._evict(partition, partition.stale(), STALE, effects)
+        self._evict(partition, partition.flow_control.stale(), STALE, effects)
         self._answer_claims(partition, effects)
         return effects
 
@@ -120,7 +121,7 @@ class ControlState:
         partition = self.partition(claim.partition_id)
         task = partition.task(claim.task)
         check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
-        queue = partition.queue(task, claim)
+        queue = partition.cursors.queue(task, claim)
         effects = Effects()
         if claim.step is not None:
             _check_ranks(partition.spec, claim)
@@ -136,24 +137,24 @@ class ControlState:
             task.waiting.append(claim)
             task.last = claim
             if not behind:
-                effects.answers.extend(partition.answer_claims(task))
+                effects.answers.extend(partition.claims.answer(task))
         else:
             count = claim.batch_size
             if claim.step is not None:
                 # Like one that waits, and is answered with nothing instead.
                 task.waiting.append(claim)
                 task.last = claim
-                effects.answers.extend(partition.answer_claims(task))
+                effects.answers.extend(partition.claims.answer(task))
                 if claim in task.waiting:
                     task.waiting.remove(claim)
                     effects.answers.append((claim.token, Batch([], [])))
                 return effects
-            if partition.is_limited(task, claim):
-                count, _ = partition.fit(task, queue, claim)
+            if partition.claims.is_limited(task, claim):
+                count, _ = partition.claims.fit(task, queue, claim)
             task.last = claim
-            effects.answers.append((claim.token, partition.claim(task, queue, claim, count)))
+            effects.answers.append((claim.token, partition.claims.claim(task, queue, claim, count)))
             if claim.max_uses > 1:
-                effects.answers.extend(partition.answer_claims(task))
+                effects.answers.extend(partition.claims.answer(task))
         return effects
 
     def look_for_claim(self, claim: Claim) -> Iterator[Look]:
@@ -162,12 +163,12 @@ class ControlState:
         partition = self.partition(claim.partition_id)
         task = partition.task(claim.task)
         check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
-        return partition.look_for_claim(task, claim)
+        return partition.claims.look_for(task, claim)
 
     def look_for(self, partition_id: str, where: Mapping[str, Any]) -> Iterator[Look]:
         """The same for :meth:`peek` and :meth:`count`."""
         compile_where(where)
-        return self.partition(partition_id).look_for(where)
+        return self.partition(partition_id).looking.look_for(where)
 
     def give_up(self, token: object) -> Effects:
         """End a waiting request: it is answered with the error that its caller gets. Nothing if it does
@@ -188,7 +189,7 @@ class ControlState:
                 for claim in task.waiting:
                     if claim.token is token:
                         task.waiting.remove(claim)
-                        effects.answers.append((token, partition.timeout_error(task, claim)))
+                        effects.answers.append((token, partition.claims.timeout_error(task, claim)))
                         self._answer_claims(partition, effects)
                         return effects
         return effects
@@ -205,7 +206,7 @@ class ControlState:
                 if len(left) < len(task.waiting):
                     # It may have held back others.
                     task.waiting = left
-                    effects.answers.extend(partition.answer_claims(task))
+                    effects.answers.extend(partition.claims.answer(task))
         self._retry_puts(effects)
         return effects
 
@@ -231,7 +232,7 @@ class ControlState:
             )
         effects = Effects()
         partition.flow.version = version
-        self._evict(partition, partition.stale(), STALE, effects)
+        self._evict(partition, partition.flow_control.stale(), STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
         return effects
@@ -244,7 +245,7 @@ class ControlState:
         name = group_name(group)
         if not partition.spec.group_size:
             raise InvalidRequestError(f"partition {partition_id!r} was registered without grpo_group_size")
-        if not partition.members(name):
+        if not partition.groups.of(name):
             raise MissingDataError(f"partition {partition_id!r} has no group {group!r}")
         effects = Effects()
         policy = partition.spec.flow
@@ -252,14 +253,14 @@ class ControlState:
         self._evict(partition, partition.close_group(name, reason, fields), reason, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
-        return len(partition.members(name)), effects
+        return len(partition.groups.of(name)), effects
 
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do, by the clock of the puts."""
         due = self._waiting_puts.due
         if not self.has_clocks:
             return due
-        return min([due, *(partition.next_deadline() for partition in self.partitions.values())])
+        return min([due, *(partition.groups.next_deadline() for partition in self.partitions.values())])
 
     def expire(self, clock: float) -> Effects:
         """End the groups that have waited long enough for their last members, and write the puts that may
@@ -267,7 +268,7 @@ class ControlState:
         effects = Effects()
         is_due = self._waiting_puts.due <= clock
         for partition in self.partitions.values():
-            if partition.next_deadline() <= clock:
+            if partition.groups.next_deadline() <= clock:
                 self._evict(partition, partition.overdue(clock), TIMEOUT, effects)
                 self._answer_claims(partition, effects)
         if effects or is_due:
@@ -287,7 +288,7 @@ class ControlState:
         """Nothing new comes to a partition: claims that wait get the tail, and then an empty batch."""
         partition = self.partition(partition_id)
         effects = Effects()
-        partition.finished = True
+        partition.table.finished = True
         self._answer_claims(partition, effects)
         return effects
 
@@ -318,7 +319,7 @@ class ControlState:
     def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
         """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
         partition = self.partition(partition_id)
-        rows = partition.written_by(owner)
+        rows = partition.table.written_by(owner)
         return self.clear(partition_id, None if rows is None else partition.ids[rows].tolist())
 
     def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
@@ -333,8 +334,10 @@ class ControlState:
         partition = self.partition(partition_id)
         if task in partition.tasks:
             rows = partition.live_rows(ids)
-            partition.return_rows(partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner])
-            self._evict(partition, partition.stale(), STALE, effects)
+            partition.cursors.put_back(
+                partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner]
+            )
+            self._evict(partition, partition.flow_control.stale(), STALE, effects)
             self._answer_claims(partition, effects)
         return effects
 
@@ -350,9 +353,9 @@ class ControlState:
         if is_claimed:
             if (ids is not None and len(rows) < len(ids)) or cursor.claimed[rows].any():
                 return False, effects
-            partition.take_rows(cursor, rows, NOBODY)
+            cursor.take(rows, NOBODY)
         else:
-            partition.return_rows(cursor, rows)
+            partition.cursors.put_back(cursor, rows)
         self._answer_claims(partition, effects)
         return True, effects
 
@@ -382,9 +385,9 @@ class ControlState:
         for partition in self.partitions.values():
             for task in partition.tasks.values():
                 task.waiting = [claim for claim in task.waiting if claim.owner != owner]
-                returned += partition.return_claims(task, owner)
-            partition.forget_writer(owner)
-            self._evict(partition, partition.stale(), STALE, effects)
+                returned += partition.cursors.put_back(task, np.flatnonzero(task.owner == owner))
+            partition.table.forget_writer(owner)
+            self._evict(partition, partition.flow_control.stale(), STALE, effects)
             self._answer_claims(partition, effects)
         self._retry_puts(effects)
         return returned, effects
@@ -423,16 +426,16 @@ class ControlState:
         order: str | None = None,
     ) -> Batch:
         """What is there and matches, without claiming it."""
-        return self.partition(partition_id).peek(where, fields, limit, Order(order))
+        return self.partition(partition_id).looking.peek(where, fields, limit, Order(order))
 
     def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
         """How many samples are there that match."""
         partition = self.partition(partition_id)
-        return len(partition.rows) if not where else len(partition.matching(where))
+        return len(partition.rows) if not where else len(partition.looking.matching(where))
 
     def locate(self, partition_id: str, ids: Sequence[str], fields: Sequence[str]) -> dict[str, Pieces]:
         """For each field, the block and the position of every sample asked for."""
-        return self.partition(partition_id).locate(ids, fields)
+        return self.partition(partition_id).table.locate(ids, fields)
 
     def blocks(self) -> dict[int, int]:
         """Every block that samples refer to, with the number of rows that do."""
@@ -459,7 +462,7 @@ class ControlState:
             self._release_rows(blocks, positions, effects)
         if put.tags is not None and partition.spec.flow is not None:
             written = partition.live_rows(put.ids).tolist()
-            self._evict(partition, partition.stale(written), STALE, effects)
+            self._evict(partition, partition.flow_control.stale(written), STALE, effects)
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:
@@ -510,7 +513,7 @@ class ControlState:
     def _answer_claims(partition: Partition, effects: Effects) -> None:
         for task in partition.tasks.values():
             if task.waiting:
-                effects.answers.extend(partition.answer_claims(task))
+                effects.answers.extend(partition.claims.answer(task))
 
     def _retry_puts(self, effects: Effects) -> None:
         if self._waiting_puts:

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
-from rlplane.control.partition import Partition, Pieces
+from rlplane.control.partition import Partition
 from rlplane.control.requests import Batch, Claim, Effects, Put
 from rlplane.control.state import ControlState
 from rlplane.errors import (
@@ -356,7 +357,7 @@ class ControlService:
                 return wire.Done(marked)
             case wire.Inspect(partition_id, ids, with_kinds, numbers):
                 partition = self.state.partition(partition_id)
-                rows = partition.live_rows(ids) if numbers is None else partition.rows_numbered(numbers)
+                rows = partition.live_rows(ids) if numbers is None else partition.table.rows_numbered(numbers)
                 kinds = {"kinds": self._kinds(partition, rows)} if with_kinds else {}
                 return wire.Done(partition.inspect(rows) | kinds)
             case wire.Consumed(partition_id, tasks):
@@ -385,7 +386,7 @@ class ControlService:
                 self._carry_out(self.state.finish(partition_id))
                 return wire.Done()
             case wire.ShouldAbort(partition_id, ids):
-                return wire.Done(self.state.partition(partition_id).should_abort(ids))
+                return wire.Done(self.state.partition(partition_id).flow_control.should_abort(ids))
             case wire.Evicted(partition_id, limit):
                 told = self.state.evicted(partition_id, limit)
                 return wire.Claimed(told.ids, told.tags)
@@ -621,7 +622,7 @@ class ControlService:
                     f"field {field!r} holds {layout.kind} rows, to which nothing can be appended: a turn is "
                     "a tensor of at least one dimension, the first of which grows"
                 )
-            for block in partition.last_turns(body.ids, field):
+            for block in partition.table.last_turns(body.ids, field):
                 before = self._blocks[block][2].turn
                 if before != turn:
                     raise InvalidRequestError(
@@ -755,7 +756,7 @@ class ControlService:
         lease, places, located = self._lease(held, list(used))
         held.grant(request, lease)
         partition = self.state.partition(body.partition_id)
-        paths = [name[len(partition.field_of(name)) + 1 :] for name in body.fields]
+        paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
         return wire.Located(lease, places, located, rows, paths if any(paths) else None)
 
     def _lease(

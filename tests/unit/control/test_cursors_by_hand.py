@@ -102,7 +102,7 @@ def test_samples_are_found_by_their_numbers_in_the_order_asked() -> None:
     state = state_with_samples()
     state.clear("p", ["b"])
     partition = state.partition("p")
-    assert partition.inspect(partition.rows_numbered([2, 1, 0, 3, -1, 1 << 70]))["ids"] == ["c", "a"]
+    assert partition.inspect(partition.table.rows_numbered([2, 1, 0, 3, -1, 1 << 70]))["ids"] == ["c", "a"]
 
 
 def test_the_numbers_of_samples_survive_a_checkpoint() -> None:

@@ -50,7 +50,7 @@ def test_a_look_keeps_an_index_of_the_tag_that_follows_writes_and_clears() -> No
     state.clear("p", ["a"])
     write(state, "c", tags=[{"v": 1}])
     assert state.peek("p", {"v": {"<=": 1}}).ids == ["b", "c", "d"]
-    index = state.partition("p").indexes["v"]
+    index = state.partition("p").looking.indexes["v"]
     assert (
         sorted(index.candidates(1)) == sorted(index.candidates({"==": 1}))
         and len(list(index.candidates(2))) == 0
@@ -196,7 +196,7 @@ def test_an_ordered_queue_keeps_its_order_and_its_count(order: str, group_size: 
         if random.random() < 0.5:
             state.clear("p", [random.choice(list(partition.rows))])
         if random.random() < 0.5:
-            queue = partition.queue(partition.tasks["t"], Claim("p", "t", ["x"], 2, order=order))
+            queue = partition.cursors.queue(partition.tasks["t"], Claim("p", "t", ["x"], 2, order=order))
             units = [partition.ids[rows].tolist() for rows in queue.units(None)]
             keys = [max(partition.tags[partition.rows[i]]["v"] for i in unit) for unit in units]
             assert order != "priority:v" or keys == sorted(keys, reverse=True)

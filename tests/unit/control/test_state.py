@@ -408,7 +408,7 @@ def test_a_dead_clients_place_among_the_writers_is_free_and_clean_for_another() 
         write(state, [f"s{owner}"], "x", owner=owner)
     state.release_owner(66)
     write(state, ["new"], "x", owner=1000)
-    assert len(state.partition("p")._written_bits) == 2
+    assert len(state.partition("p").table._written_bits) == 2
     assert state.clear_written_by("p", 1000)[0] == 1
     assert "s66" in state.partition("p").rows
     # A client that is not known to have written here clears everything.

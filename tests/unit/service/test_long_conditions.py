@@ -60,7 +60,7 @@ def test_what_was_looked_at_is_not_looked_at_again(desk: Desk) -> None:
         raise AssertionError("every sample was looked at before")
 
     partition = desk.service.state.partition("p")
-    matches = partition._conditions.get(key_of({"v": -1}), look_again)
+    matches = partition.looking.conditions.get(key_of({"v": -1}), look_again)
     matches._condition = look_again
     rows = partition.live_rows(None)
     unclaimed = rows[~partition.task("t").claimed[rows]]
@@ -97,7 +97,7 @@ def test_a_question_is_looked_at_in_pieces_and_sees_what_changes_between_them(
 ) -> None:
     before = desk.ask(0, wire.Count("p", where))
     partition = desk.service.state.partition("p")
-    partition.indexes.clear()
+    partition.looking.indexes.clear()
     look = desk.service.look_ahead(wire.Envelope(wire.Count("p", where)))
     assert look is not None
     assert not look()
@@ -107,7 +107,7 @@ def test_a_question_is_looked_at_in_pieces_and_sees_what_changes_between_them(
     desk.ask(0, wire.Clear("p", ids[1:]))
     while not look():
         pass
-    assert all(index.is_whole for index in partition.indexes.values())
+    assert all(index.is_whole for index in partition.looking.indexes.values())
     assert desk.ask(0, wire.Count("p", where)).value == before.value + (where == {"v": 7})
     desk.ask(0, wire.Clear("p", ids))
     assert desk.ask(0, wire.Count("p", where)) == before

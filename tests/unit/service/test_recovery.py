@@ -205,10 +205,10 @@ def partition_picture(partition: Any) -> dict[str, Any]:
     return {
         "spec": partition.spec,
         "version": partition.version,
-        "written": partition.written,
+        "written": partition.table.written,
         "ids": partition.ids[rows].tolist(),
         "tags": partition.tags[rows].tolist(),
-        "born": partition.born[rows].tolist(),
+        "born": partition.table.born[rows].tolist(),
         "fields": {
             name: (c.block[rows].tolist(), c.position[rows].tolist(), c.produced, c.stamped)
             for name, c in partition.columns.items()

@@ -1,0 +1,346 @@
+"""``Claims``: how the claims of a partition's tasks are answered.
+
+What a claim may have follows from its queue, its conditions and budgets, the flow policy, and the ranks that
+share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.conditions import Look, Matches
+from rlplane.control.cursors import Cursors, TaskCursor
+from rlplane.control.fields import Rows
+from rlplane.control.flow import FlowState
+from rlplane.control.flow_control import FlowControl
+from rlplane.control.group_members import GroupMembers
+from rlplane.control.looking import Looking
+from rlplane.control.policies import LENGTH_TAG, tokens_of
+from rlplane.control.queues import Match, ReadyQueue
+from rlplane.control.requests import NOBODY, Batch, Claim
+from rlplane.control.rules import why_nothing_matches
+from rlplane.control.samples import SampleTable
+from rlplane.control.steps import StepKey, Steps, divided
+from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError
+
+__all__ = ["Claims"]
+
+# Samples that match a condition are counted up to this many, for a status.
+_MOST_COUNTED = 10_000
+
+
+class Claims:
+    """Answers claims, those that wait among them."""
+
+    def __init__(
+        self,
+        table: SampleTable,
+        groups: GroupMembers,
+        flow: FlowState,
+        cursors: Cursors,
+        looking: Looking,
+        flow_control: FlowControl,
+    ) -> None:
+        self._table, self._groups, self._flow = table, groups, flow
+        self._cursors, self._looking, self._flow_control = cursors, looking, flow_control
+        self.steps = Steps()
+
+    def claim(self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int) -> Batch:
+        """Hand up to ``count`` ready samples to the task."""
+        table = self._table
+        rows = queue.pop(count, self._match_of(task, claim))
+        if len(rows):
+            self._flow_control.note_claim(task, rows)
+            if task.kept:
+                for name in table.groups[rows].tolist():
+                    task.kept.pop(name, None)
+            # What the ranks of a step share belongs to none of them: one that dies gets its part again.
+            task.take(rows, claim.owner if claim.step is None else NOBODY, popped_from=queue)
+            if claim.max_uses > 1:
+                self._cursors.line_up_again(task, rows, claim)
+        return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
+
+    def is_limited(self, task: TaskCursor, claim: Claim) -> bool:
+        """Whether a claim has other limits than its batch size, so that ``fit`` has to look."""
+        return (
+            claim.max_tokens is not None
+            or bool(self._groups.sizes)
+            or self._flow_control.gate(task) is not None
+        )
+
+    def fit(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> tuple[int, bool]:
+        """How many of the next samples fit into the claim's limits, and whether one is used up."""
+        count = tokens = 0
+        gate = self._flow_control.gate(task)
+        for rows in queue.units(self._match_of(task, claim)):
+            room = queue.room_of(rows)
+            if count + room > claim.batch_size:
+                if not count:
+                    raise InvalidRequestError(
+                        f"the group of sample {self._table.ids[rows[0]]!r} has {len(rows)} members, and a "
+                        f"claim of task {claim.task!r} takes batch_size={claim.batch_size}"
+                    )
+                return count, True
+            if gate is not None and rows[0] not in self._flow.tickets:
+                if gate <= 0:
+                    return count, count > 0  # with nothing admitted yet, it waits
+                gate -= 1
+            if claim.max_tokens is not None:
+                try:
+                    tokens += self._tokens(rows, claim.max_tokens)
+                except InvalidRequestError:
+                    if count:
+                        return count, True  # it is an error when it comes first
+                    raise
+                if tokens > claim.max_tokens:
+                    return count, True
+            count += room
+        return count, count == claim.batch_size
+
+    def _tokens(self, rows: list[int], most: int) -> int:
+        ids = self._table.ids[rows].tolist()
+        tokens = sum(map(tokens_of, ids, self._table.tags[rows].tolist()))
+        if tokens > most:
+            is_group = self._table.spec.group_size
+            what = f"the group of sample {ids[0]!r}" if is_group else f"sample {ids[0]!r}"
+            raise InvalidRequestError(f"{what} has {tokens} tokens, and a claim takes max_tokens={most}")
+        return tokens
+
+    # Claims that wait
+
+    def answer(self, task: TaskCursor) -> list[tuple[object, Batch | DataPlaneError]]:
+        """Answer the waiting claims that can be answered, first come, first served.
+
+        A claim that cannot be answered yet holds back the later ones that want the same: those
+        of the same fields, or, if it has conditions, those with the same conditions.
+        """
+        answers: list[tuple[object, Batch | DataPlaneError]] = []
+        held: list[tuple[ReadyQueue, Mapping[str, Any] | None]] = []
+        left = []
+        for claim in task.waiting:
+            queue = self._cursors.queue(task, claim)
+            if claim.step is not None:
+                part = self._part_of(task, claim)
+                if part is not None:
+                    answers.append((claim.token, part))
+                    continue
+            behind = any(q is queue and (where is None or where == claim.where) for q, where in held)
+            try:
+                count = 0 if behind else self._grantable(task, queue, claim)
+            except InvalidRequestError as error:
+                answers.append((claim.token, error))
+                continue
+            if count and claim.step is not None:
+                answers.append((claim.token, self._divide(task, queue, claim, count)))
+            elif count:
+                answers.append((claim.token, self.claim(task, queue, claim, count)))
+            elif not behind and self._is_over(task, claim):
+                if claim.step is not None:
+                    self.steps.add(StepKey(task.name, claim.step), [[] for _ in range(claim.dp_world)])
+                answers.append((claim.token, Batch([], [])))
+            else:
+                left.append(claim)
+                if not behind:
+                    held.append((queue, claim.where))
+        has_more = any(claim.max_uses > 1 for claim in task.waiting) and len(left) < len(task.waiting)
+        task.waiting = left
+        for queue in task.queues.values():
+            queue.keep_counts(left)
+        # What has lined up again may be what an earlier claim waits for.
+        return answers + self.answer(task) if has_more else answers
+
+    def _grantable(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
+        """How many samples a waiting claim may have now: a full batch, the tail, or 0."""
+        spec = self._table.spec
+        simple = claim.condition is None and claim.max_tokens is None and not self._groups.sizes
+        step = None if spec.flow is None else self._flow_control.step_of(task)
+        if simple and spec.flow is None:
+            match = None
+            ready = queue.count(claim.batch_size, None, claim)
+            if ready >= claim.batch_size:
+                return claim.batch_size
+        elif not self.is_limited(task, claim):
+            match = self._match_of(task, claim)
+            # What is of the step changes with the step: it is not remembered.
+            ready = queue.count(claim.batch_size, match, claim if step is None else None)
+            if ready >= claim.batch_size:
+                return claim.batch_size
+        else:
+            match = self._match_of(task, claim)
+            ready, is_full = self.fit(task, queue, claim)
+            if is_full:
+                return ready
+        if step is not None:
+            is_rest = ready and self._flow_control.is_issued(step) and ready == self._remaining(task, match)
+            return ready if is_rest else 0
+        if not ready or not (self._table.written == spec.num_samples or self._has_ended(claim)):
+            return 0
+        if ready != self._remaining(task, match):
+            return 0
+        if claim.step is not None:
+            # What cannot be divided is left over.
+            ready -= ready % (claim.dp_world * (spec.group_size or 1))
+        return ready
+
+    def _has_ended(self, claim: Claim) -> bool:
+        """Whether nothing new is expected. Ranks must agree on the end, so they also stop at a flow that went
+        past ``num_samples``."""
+        table = self._table
+        return table.finished or (claim.step is not None and 0 < table.spec.num_samples <= table.written)
+
+    def _is_over(self, task: TaskCursor, claim: Claim) -> bool:
+        """Whether a claim would wait for ever: nothing is left for it, and nothing is to come."""
+        if not self._has_ended(claim):
+            return False
+        # Whatever step it is of.
+        left = self._remaining(task, self._matches(claim))
+        return left < (claim.dp_world * (self._table.spec.group_size or 1) if claim.step is not None else 1)
+
+    def _remaining(self, task: TaskCursor, match: Match | None) -> int:
+        """How many samples this claim could still get, ready or not, if nothing new is written."""
+        table, size = self._table, self._table.spec.group_size
+        if match is None and not size:
+            return len(table.rows) - task.count
+        unclaimed = table.live_rows(None)
+        unclaimed = unclaimed[~task.claimed[unclaimed]]
+        rows = unclaimed if match is None else unclaimed[match(unclaimed)]
+        if not size:
+            return len(rows)
+        # A group that lacks members cannot become whole any more.
+        room = 0
+        for name, count in Counter(table.groups[rows].tolist()).items():
+            needed = self._groups.size_of(name) - task.kept.get(name, 0)
+            room += count // size * size if needed == size else max(needed, size) * (count >= needed)
+        return room
+
+    # Ranks that share a step
+
+    def _part_of(self, task: TaskCursor, claim: Claim) -> Batch | DataPlaneError | None:
+        """What a rank has of a step that was divided already."""
+        assert claim.step is not None
+        key = StepKey(task.name, claim.step)
+        step = self.steps.get(key)
+        if step is None:
+            if self.steps.is_finished(key):
+                return InvalidRequestError(f"step {claim.step!r} is over: its samples have been cleared")
+            return None
+        if len(step.parts) != claim.dp_world:
+            text = f"step {claim.step!r} was divided over {len(step.parts)} ranks, not {claim.dp_world}"
+            return InvalidRequestError(text)
+        ids = step.parts[claim.dp_rank]
+        rows = [self._table.rows.get(sample_id) for sample_id in ids]
+        return Batch(list(ids), [{} if row is None else self._table.tags[row] for row in rows])
+
+    def _divide(
+        self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int
+    ) -> Batch | DataPlaneError:
+        """Claim a batch for all ranks of a step; return the part of the one that asks."""
+        assert claim.step is not None
+        table = self._table
+        batch = self.claim(task, queue, claim, count)
+        units: dict[Any, list[int]] = {}
+        for place, sample_id in enumerate(batch.ids):
+            name = table.groups[table.rows[sample_id]] if table.spec.group_size else sample_id
+            units.setdefault(name, []).append(place)
+        places = list(units.values())
+        over = places[len(places) - len(places) % claim.dp_world :]
+        if over:
+            ids = [batch.ids[place] for unit in over for place in unit]
+            self._cursors.put_back(task, table.live_rows(ids))
+            places = places[: -len(over)]
+        if not places:
+            return InvalidRequestError(
+                f"step {claim.step!r}: within max_tokens={claim.max_tokens} there is not one for each of "
+                f"{claim.dp_world} ranks"
+            )
+        lengths = [sum(_length(batch.tags[place]) for place in unit) for unit in places]
+        parts = [
+            [batch.ids[place] for unit in part for place in places[unit]]
+            for part in divided(lengths, claim.dp_world)
+        ]
+        self.steps.add(StepKey(task.name, claim.step), parts)
+        part = self._part_of(task, claim)
+        assert part is not None
+        return part
+
+    # Which rows a claim may have
+
+    def _match_of(self, task: TaskCursor, claim: Claim) -> Match | None:
+        """Which rows a claim may have; None: any."""
+        matches, policy = self._matches(claim), self._table.spec.flow
+        step = None if policy is None else self._flow_control.step_of(task)
+        if step is None or policy is None:
+            return matches
+        tickets, batch = self._flow.tickets, policy.batch
+
+        def of_step(rows: Rows) -> NDArray[np.bool_]:
+            numbers = (tickets.get(row, -1) // batch == step for row in rows.tolist())
+            chosen = np.fromiter(numbers, bool, len(rows))
+            return chosen if matches is None else chosen & matches(rows)
+
+        return of_step
+
+    def _matches(self, claim: Claim) -> Matches | None:
+        """Which rows satisfy a claim's condition, as far as it is known from earlier claims."""
+        if claim.condition is None:
+            return None
+        return self._looking.conditions.get(claim.condition_key, claim.condition)
+
+    def look_for(self, task: TaskCursor, claim: Claim) -> Iterator[Look]:
+        """A look at the tags that a claim will ask about."""
+        matches = self._matches(claim)
+        if matches is None:
+            return
+        key, _ = self._cursors.wanted(task, claim)
+        # A queue that is not there yet is left to the claim: a look changes nothing.
+        queue = task.queues.get(key)
+        rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
+
+        def see(rows: Rows) -> int:
+            found = matches(rows)
+            if together > 1:
+                if len(found) % together or not len(found):
+                    return 0  # of some group a member is gone; no matter, this says only when to stop
+                found = np.logical_and.reduceat(found, np.arange(0, len(found), together))
+            return int(np.count_nonzero(found)) * together
+
+        yield Look(self._table, rows, see, claim.batch_size, together)
+
+    # What people are told
+
+    def timeout_error(self, task: TaskCursor, claim: Claim) -> ClaimTimeoutError:
+        """What a claim is told that has waited in vain."""
+        table, queue = self._table, self._cursors.queue(task, claim)
+        ready = queue.count(claim.batch_size, self._match_of(task, claim), None)
+        text = (
+            f"task {task.name!r} waited for {claim.batch_size} samples of partition "
+            f"{table.spec.partition_id!r} with fields {claim.fields}; {ready} were ready"
+        )
+        if claim.where:
+            text += f" that match where={claim.where!r}, of {queue.ready} without it"
+        text += f" ({len(table.rows)} live, {task.count} claimed already)"
+        if claim.where and not ready:
+            some = table.live_rows(None)[:_MOST_COUNTED]
+            reason = why_nothing_matches(claim.where, table.tags[some].tolist())
+            text += f"; {reason}" if reason else ""
+        return ClaimTimeoutError(text, ready)
+
+    def readiness(self, task: TaskCursor) -> dict[str, Any]:
+        """How many samples satisfy the claim that waits first, or that was made last, and what it asks
+        for."""
+        claim = next(iter(task.waiting), task.last)
+        if claim is None or not self._table.columns.keys() >= set(claim.fields):
+            return {"ready": None, "wanted": None, "fields": [], "where": None}
+        queue, match = self._cursors.queue(task, claim), self._match_of(task, claim)
+        ready = queue.ready if match is None else queue.count(_MOST_COUNTED, match, (claim, "status"))
+        return {"ready": ready, "wanted": claim.batch_size, "fields": claim.fields, "where": claim.where}
+
+
+def _length(tags: Mapping[str, Any]) -> int:
+    length = tags.get(LENGTH_TAG)
+    return length if type(length) is int else 1

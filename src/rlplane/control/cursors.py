@@ -1,0 +1,245 @@
+"""``Cursors``: the tasks of a partition, what each has claimed, and the queues of what is ready for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.fields import Rows, grown
+from rlplane.control.flow import FlowState
+from rlplane.control.group_members import GroupMembers
+from rlplane.control.groups import GroupQueue
+from rlplane.control.ordered import OrderedQueue
+from rlplane.control.policies import Order
+from rlplane.control.queues import ReadyQueue, RowQueue
+from rlplane.control.requests import NOBODY, Claim
+from rlplane.control.samples import SampleTable
+from rlplane.errors import UnknownTaskError
+
+__all__ = ["Cursors", "QueueKey", "TaskCursor"]
+
+# Each queue costs a look at every write.
+_MOST_QUEUES = 16
+
+QueueKey = tuple[tuple[str, ...], str]
+"""Which fields a queue's samples have, and in which order they are; empty: first ready, first claimed."""
+
+
+class TaskCursor:
+    """One consumer: its cursor, its queues, and the claims that wait."""
+
+    __slots__ = (
+        "claimed",
+        "claims",
+        "count",
+        "kept",
+        "last",
+        "name",
+        "owner",
+        "queues",
+        "sequence",
+        "uses",
+        "waiting",
+        "writes",
+    )
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.claimed = np.zeros(size, bool)
+        self.count = 0
+        # Who holds an unfinished claim on a row, and in which order it was made.
+        self.owner = np.full(size, NOBODY, np.int64)
+        self.sequence = np.zeros(size, np.int64)
+        # How often a row was claimed by claims that allow it more than once; None until one does.
+        self.uses: NDArray[np.int64] | None = None
+        self.claims = 0
+        self.queues: dict[QueueKey, ReadyQueue] = {}
+        # Of groups whose other members were put back: how many members this task has already.
+        self.kept: dict[str, int] = {}
+        self.waiting: list[Claim] = []
+        # The claim that was made last, and the fields that were written by whoever had claimed the samples:
+        # what the task waits for, and what others wait for.
+        self.last: Claim | None = None
+        self.writes: set[str] = set()
+
+    def grow(self, size: int) -> None:
+        """Make room for rows up to ``size``."""
+        self.claimed = grown(self.claimed, size, False)
+        self.owner = grown(self.owner, size, NOBODY)
+        self.sequence = grown(self.sequence, size, 0)
+        if self.uses is not None:
+            self.uses = grown(self.uses, size, 0)
+        for queue in self.queues.values():
+            queue.grow(size)
+
+    def take(self, rows: Rows, owner: int, popped_from: ReadyQueue | None = None) -> None:
+        """Move the cursor past these rows, which are no longer in the queue they were popped from."""
+        for queue in self.queues.values():
+            if queue is not popped_from:
+                queue.discard(rows)
+        self.claimed[rows] = True
+        self.count += len(rows)
+        self.owner[rows] = owner
+        self.sequence[rows] = self.claims + np.arange(len(rows))
+        self.claims += len(rows)
+
+    def remove(self, rows: Rows) -> None:
+        """Forget rows."""
+        self.count -= int(np.count_nonzero(self.claimed[rows]))
+        for queue in self.queues.values():
+            queue.discard(rows)
+        self.claimed[rows] = False
+        self.owner[rows] = NOBODY
+        if self.uses is not None:
+            self.uses[rows] = 0
+
+
+class Cursors:
+    """All tasks of a partition by name."""
+
+    def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState) -> None:
+        self._table, self._groups, self._flow = table, groups, flow
+        self.tasks = {name: TaskCursor(name, table.size) for name in table.spec.tasks}
+
+    def task(self, name: str) -> TaskCursor:
+        """The task of that name, or ``UnknownTaskError``."""
+        try:
+            return self.tasks[name]
+        except (KeyError, TypeError):
+            raise UnknownTaskError(
+                f"partition {self._table.spec.partition_id!r} has no task {name!r}; it has "
+                f"{sorted(self.tasks)}"
+            ) from None
+
+    def declare(self) -> None:
+        """Follow a new schema: its tasks are there, and queues of fields that are gone are not."""
+        columns = self._table.columns.keys()
+        for task in self.tasks.values():
+            task.queues = {key: queue for key, queue in task.queues.items() if columns >= set(key[0])}
+        self.tasks = {
+            name: self.tasks.get(name) or TaskCursor(name, self._table.size)
+            for name in self._table.spec.tasks
+        }
+
+    # What is ready
+
+    def queue(self, task: TaskCursor, claim: Claim) -> ReadyQueue:
+        """The queue of what is ready for a claim of this task, built when first asked for."""
+        key, order = self.wanted(task, claim)
+        queue = task.queues.pop(key, None)
+        if queue is not None:
+            task.queues[key] = queue  # the last one that was asked for
+        else:
+            if len(task.queues) >= _MOST_QUEUES:
+                _drop_a_queue(task)
+            table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
+            if order is not None:
+                queue = OrderedQueue(table, size, order, sizes, task.kept)
+            elif size:
+                queue = GroupQueue(table, size, sizes, task.kept)
+            else:
+                queue = RowQueue(table)
+            task.queues[key] = queue
+            rows = table.live_rows(None)
+            if len(rows):
+                stamps = [table.columns[name].stamp[rows] for name in key[0]] or [table.serial[rows]]
+                rows = rows[np.argsort(np.maximum.reduce(stamps), kind="stable")]
+                self._offer(task, key[0], queue, rows)
+        return queue
+
+    def wanted(self, task: TaskCursor, claim: Claim) -> tuple[QueueKey, Order | None]:
+        """Which queue a claim takes from, and its order if that is not first ready, first claimed."""
+        order, policy = claim.order, self._table.spec.flow
+        if order is None and policy is not None and task.name == policy.training_task:
+            order = policy.training_order
+        return (tuple(sorted(set(claim.fields))), "" if order is None else order.text), order
+
+    def queues(self) -> Iterator[ReadyQueue]:
+        """Those of all tasks."""
+        for task in self.tasks.values():
+            yield from task.queues.values()
+
+    def offer(self, rows: Rows, written: frozenset[str], *, all_new: bool, changed: bool) -> None:
+        """These rows were written. Those that are ``all_new`` have exactly the fields that were written;
+        ``changed``: not only their fields are different."""
+        for task in self.tasks.values():
+            for (required, _), queue in task.queues.items():
+                if all_new and written.issuperset(required):
+                    queue.offer(rows)  # new and whole: there is nothing to look up
+                elif changed or not written.isdisjoint(required):
+                    self._offer(task, required, queue, rows)
+
+    def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
+        queue.offer(rows[~task.claimed[rows] & self._table.have(rows, required)])
+
+    # What was claimed
+
+    def finish_work(self, rows: Rows, owner: int, written: frozenset[str]) -> None:
+        """Whoever writes a field of what it claimed has done its work: the claim is finished. A task that has
+        declared what it produces is done when all of that is there."""
+        for task in self.tasks.values():
+            mine = rows[task.owner[rows] == owner]
+            if len(mine):
+                task.writes.update(written)
+                produces = self._table.spec.produces.get(task.name, ())
+                task.owner[mine[self._table.have(mine, produces)]] = NOBODY
+
+    def line_up_again(self, task: TaskCursor, rows: Rows, claim: Claim) -> None:
+        """Let what was claimed be claimed again, behind all others, as often as the claim says."""
+        table = self._table
+        if task.uses is None:
+            task.uses = np.zeros(table.size, np.int64)
+        task.uses[rows] += 1
+        again = task.uses[rows] < claim.max_uses
+        if claim.repeats is not None:
+            again &= np.fromiter(map(claim.repeats, table.tags[rows].tolist()), bool, len(rows))
+            if table.spec.group_size:
+                # A group stays whole: it is used again if all of its members are.
+                groups = table.groups[rows].tolist()
+                ended = {name for name, goes_on in zip(groups, again, strict=True) if not goes_on}
+                again = np.array([name not in ended for name in groups], bool)
+        rows = rows[again]
+        task.claimed[rows] = False
+        task.count -= len(rows)
+        # Nobody has to give back what can be claimed anyway.
+        task.owner[rows] = NOBODY
+        for (required, _), queue in task.queues.items():
+            self._offer(task, required, queue, rows)
+
+    def put_back(self, task: TaskCursor, rows: Rows) -> int:
+        """Make claimed rows claimable again, ahead of all others; return how many."""
+        rows = rows[task.claimed[rows]]
+        if not len(rows):
+            return 0
+        rows = rows[np.argsort(task.sequence[rows])]
+        task.owner[rows] = NOBODY
+        task.claimed[rows] = False
+        task.count -= len(rows)
+        spec = self._table.spec
+        if spec.flow is not None and task.name == spec.flow.training_task:
+            self._flow.untrain(rows.tolist())
+        if spec.group_size:
+            self.count_kept(task, rows)
+        for (required, _), queue in task.queues.items():
+            queue.restore(rows[self._table.have(rows, required)])
+        return len(rows)
+
+    def count_kept(self, task: TaskCursor, returned: Rows) -> None:
+        """How many members the task keeps of the groups of rows that come back: the others finish them."""
+        for name in dict.fromkeys(self._table.groups[returned].tolist()):
+            members = self._groups.of(name)
+            kept = sum(bool(task.claimed[row]) for row in members) % self._groups.size_of(name)
+            if kept:
+                task.kept[name] = kept
+            else:
+                task.kept.pop(name, None)
+
+
+def _drop_a_queue(task: TaskCursor) -> None:
+    """Forget the queue that nobody has asked for longest; it is built again if somebody does."""
+    awaited = {tuple(sorted(set(claim.fields))) for claim in task.waiting}
+    unused = next((key for key in task.queues if key[0] not in awaited), None)
+    if unused is not None:
+        del task.queues[unused]

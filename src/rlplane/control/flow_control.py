@@ -1,0 +1,131 @@
+"""``FlowControl``: what a partition's flow policy says of its rows: which may be admitted, which are of the
+step that is trained now, and which are too old."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlplane.control.cursors import Cursors, TaskCursor
+from rlplane.control.fields import Rows
+from rlplane.control.flow import FlowState
+from rlplane.control.group_members import GroupMembers
+from rlplane.control.looking import Looking
+from rlplane.control.samples import NO_ROWS, SampleTable
+
+__all__ = ["FlowControl"]
+
+
+class FlowControl:
+    """The policy of a partition (:class:`~rlplane.control.policies.FlowPolicy`), applied."""
+
+    def __init__(
+        self, table: SampleTable, groups: GroupMembers, flow: FlowState, cursors: Cursors, looking: Looking
+    ) -> None:
+        self._table, self._groups, self._flow = table, groups, flow
+        self._cursors, self._looking = cursors, looking
+
+    def gate(self, task: TaskCursor) -> int | None:
+        """How many prompts may be admitted now; None where the policy does not hold this task back."""
+        policy = self._table.spec.flow
+        if policy is None or not policy.is_gated or task.name != policy.admitting_task:
+            return None
+        return policy.admissible(self._flow.version) - self._flow.admitted
+
+    def step_of(self, task: TaskCursor) -> int | None:
+        """The step that the task trains now, where the policy keeps steps apart."""
+        policy = self._table.spec.flow
+        if policy is None or policy.kind != "in_order" or task.name != policy.training_task:
+            return None
+        return self._flow.current_step(policy.batch)
+
+    def is_issued(self, step: int) -> bool:
+        """Whether a step has all the prompts that it will ever have."""
+        policy = self._table.spec.flow
+        assert policy is not None
+        if self._flow.is_issued(step, policy.batch):
+            return True
+        # Its missing prompts may never come.
+        admitting = self._cursors.tasks[policy.admitting_task]
+        may_come = not self._table.finished and self._table.written != self._table.spec.num_samples
+        return not may_come and admitting.count >= len(self._table.rows)
+
+    def note_claim(self, task: TaskCursor, rows: Rows) -> None:
+        """Rows were claimed: for generation they get tickets, for training they use them."""
+        policy = self._table.spec.flow
+        if policy is None:
+            return
+        numbers = rows.tolist()
+        if task.name == policy.admitting_task:
+            if policy.is_gated:
+                prompts: dict[Any, list[int]] = {}
+                for row in numbers:
+                    name = self._table.groups[row] if self._table.spec.group_size else row
+                    prompts.setdefault(name, []).append(row)
+                self._flow.admit(list(prompts.values()))
+            else:
+                self._flow.begun.update(dict.fromkeys(numbers, self._flow.version))
+        if task.name == policy.training_task:
+            self._flow.train(numbers)
+
+    def stale(self, rows: Sequence[int] | None = None) -> Rows:
+        """Of these rows (of all, for None) those that are too old to be trained, with the rest of their
+        groups. What is being trained stays."""
+        policy = self._table.spec.flow
+        oldest = None if policy is None else policy.oldest(self._flow.version)
+        if policy is None or oldest is None:
+            return NO_ROWS
+        claimed = self._cursors.tasks[policy.training_task].claimed
+        if rows is None:
+            rows = list(self._looking.tag_index(policy.version_tag).candidates({"<": oldest}))
+        found: dict[int, None] = {}
+        for row in rows:
+            version = policy.version_of(self._table.tags[row])
+            if version is not None and version < oldest and not claimed[row]:
+                found[row] = None
+                if self._table.spec.group_size:
+                    members = self._groups.of(self._table.groups[row])
+                    found.update(dict.fromkeys(r for r in members if not claimed[r]))
+        return np.array(list(found), np.int64)
+
+    def should_abort(self, ids: Sequence[str]) -> list[str]:
+        """Those whose generation is in vain: they are gone, or would be too old when they are done."""
+        policy = self._table.spec.flow
+        oldest = None if policy is None else policy.oldest(self._flow.version)
+        vain = []
+        for sample_id in ids:
+            row = self._table.rows.get(sample_id)
+            if row is None:
+                vain.append(sample_id)
+            elif policy is not None and oldest is not None:
+                version = policy.version_of(self._table.tags[row])
+                version = self._flow.begun.get(row) if version is None else version
+                if version is not None and version < oldest:
+                    vain.append(sample_id)
+        return vain
+
+    def remove(self, rows: Rows) -> None:
+        """Samples are gone, and their tickets free if they were not used."""
+        if self._flow.tickets or self._flow.begun:
+            policy = self._table.spec.flow
+            reuse = policy is not None and policy.training_task in self._cursors.tasks
+            self._flow.remove(rows.tolist(), reuse=reuse)
+
+    def status(self, ready_to_admit: int) -> dict[str, Any]:
+        """What the policy has done so far."""
+        policy, flow = self._table.spec.flow, self._flow
+        waiting = 0
+        if policy is not None and policy.is_gated:
+            room = max(policy.admissible(flow.version) - flow.admitted, 0)
+            waiting = max(ready_to_admit - room * (self._table.spec.group_size or 1), 0)
+        return {
+            "policy": None if policy is None else policy.kind,
+            "version": flow.version,
+            "max_staleness": None if policy is None or policy.kind == "unbounded" else policy.max_staleness,
+            "admitted": flow.admitted,
+            "waiting_for_admission": waiting,
+            "evicted": dict(flow.evicted),
+            "closed_short": dict(flow.closed_short),
+        }

@@ -1,0 +1,104 @@
+"""``Looking``: questions about the samples of a partition that change nothing."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlplane.control.conditions import Conditions, Look, Matches, key_of
+from rlplane.control.fields import Rows
+from rlplane.control.policies import Order
+from rlplane.control.requests import Batch
+from rlplane.control.rules import compile_where
+from rlplane.control.samples import SampleTable
+from rlplane.control.tag_index import TagIndex
+
+__all__ = ["Looking"]
+
+
+class Looking:
+    """Which samples match, by tags that are indexed as soon as they are asked for."""
+
+    def __init__(self, table: SampleTable) -> None:
+        self._table = table
+        self.conditions = Conditions(table)
+        self.indexes: dict[str, TagIndex] = {}
+
+    def tagged(self, rows: Rows, again: Rows) -> None:
+        """These rows have got tags, those of them that come ``again`` other ones than they had."""
+        if len(again):
+            self.conditions.forget(again)
+        for index in self.indexes.values():
+            self._add_to(index, rows)
+
+    def remove(self, rows: Rows) -> None:
+        """Forget rows."""
+        self.conditions.forget(rows)
+        for index in self.indexes.values():
+            index.remove(rows.tolist())
+
+    def tag_index(self, tag: str) -> TagIndex:
+        """The index of a tag, made when it is first asked for."""
+        index = self.indexes.setdefault(tag, TagIndex(tag))
+        if not index.is_whole:
+            self._add_to(index, self._table.live_rows(None))
+            index.is_whole = True
+        return index
+
+    def matching(self, where: Mapping[str, Any]) -> Rows:
+        """The live rows that match, in no order. A tag that is asked for a value is indexed from then on."""
+        rows, matches = self._candidates(where)
+        matching: Rows = rows[matches(rows)]
+        return matching
+
+    def look_for(self, where: Mapping[str, Any]) -> Iterator[Look]:
+        """Looks at the tags that :meth:`matching` will ask about, one after the other."""
+        tag = _tag_with_value(where)
+        if tag is not None and not (index := self.indexes.setdefault(tag, TagIndex(tag))).is_whole:
+            table = self._table
+            yield Look(table, table.live_rows(None), lambda rows: self._add_to(index, rows), math.inf)
+            index.is_whole = True
+        rows, matches = self._candidates(where)
+        yield Look(self._table, rows, lambda rows: int(matches(rows).sum()), math.inf)
+
+    def _candidates(self, where: Mapping[str, Any]) -> tuple[Rows, Matches]:
+        condition, tag = compile_where(where), _tag_with_value(where)
+        assert condition is not None
+        if tag is None:
+            rows = self._table.live_rows(None)
+        else:
+            rows = np.fromiter(self.tag_index(tag).candidates(where[tag]), np.int64)
+        return rows, self.conditions.get(key_of(where), condition)
+
+    def _add_to(self, index: TagIndex, rows: Rows) -> int:
+        index.set(rows.tolist(), self._table.tags[rows].tolist())
+        return len(rows)
+
+    def peek(
+        self, where: Mapping[str, Any] | None, fields: Sequence[str], limit: int | None, order: Order
+    ) -> Batch:
+        """Ids and tags of what is there and matches, in order."""
+        table = self._table
+        rows = self.matching(where) if where else table.live_rows(None)
+        for name in fields:
+            rows = rows[table.column(name).block[rows] >= 0]
+        if order.kind in ("fifo", "lifo"):
+            serials = table.serial[rows]
+            rows = rows[np.argsort(serials if order.kind == "fifo" else -serials)][:limit]
+        else:
+            keys = {
+                row: (order.key([table.ids[row]], [table.tags[row]]), table.serial[row])
+                for row in rows.tolist()
+            }
+            rows = np.array(heapq.nsmallest(len(keys) if limit is None else limit, keys, keys.__getitem__))
+            rows = rows.astype(np.int64)
+        return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
+
+
+def _tag_with_value(where: Mapping[str, Any]) -> str | None:
+    """A tag of a condition that must have a certain value."""
+    return next((tag for tag, condition in where.items() if not isinstance(condition, Mapping)), None)

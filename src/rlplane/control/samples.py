@@ -1,0 +1,241 @@
+"""``SampleTable``: the samples of a partition by row, with their tags, groups and fields, and who wrote them.
+
+A row is reused after a clear; its serial number is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, grown, pieces_of
+from rlplane.control.requests import Put
+from rlplane.control.rules import PartitionSpec
+from rlplane.errors import MissingDataError, UnknownFieldError
+
+__all__ = ["NO_ROWS", "SampleTable", "some"]
+
+NO_ROWS: Rows = np.empty(0, np.int64)
+_NO_TAGS: dict[str, Any] = {}  # one for all that have none: tags are replaced, never changed
+
+
+class SampleTable:
+    """What is known of each sample, whoever claims it. Columns have an entry per row."""
+
+    def __init__(self, spec: PartitionSpec) -> None:
+        self.spec = spec
+        self.written = 0
+        self.finished = False  # nobody writes new samples any more
+        self.rows: dict[str, int] = {}
+        self.size = 64
+        self.ids = np.empty(self.size, object)
+        self.tags = np.empty(self.size, object)
+        self.groups = np.empty(self.size, object)
+        self.serial = np.full(self.size, -1, np.int64)
+        self.born = np.zeros(self.size, np.float64)
+        self.next_serial = 0
+        self.columns = {name: FieldIndex(self.size, True) for name in spec.fields}
+        self._free: list[int] = list(range(self.size - 1, -1, -1))
+        # Who wrote what: a bit per writer and row, because a sample can have several writers.
+        self._writers: dict[int, int] = {}
+        self._written_bits: list[NDArray[np.uint64]] = []
+
+    # Which rows
+
+    def live_rows(self, ids: Sequence[str] | None) -> Rows:
+        """The rows of those ids that are there, in the order asked (in order of birth for None)."""
+        if ids is None:
+            return np.fromiter(self.rows.values(), np.int64, len(self.rows))
+        found = [row for row in map(self.rows.get, dict.fromkeys(ids)) if row is not None]
+        return np.array(found, np.int64)
+
+    def rows_numbered(self, numbers: Sequence[int]) -> Rows:
+        """The rows of the samples that have these serial numbers and are there, in the order asked."""
+        rows = self.live_rows(None)
+        wanted = np.array([number for number in numbers if 0 <= number < self.next_serial], np.int64)
+        serials = np.append(self.serial[rows], self.next_serial)  # they ascend with birth
+        places = np.searchsorted(serials, wanted)
+        found: Rows = rows[places[serials[places] == wanted]]
+        return found
+
+    def have(self, rows: Rows, fields: Sequence[str]) -> NDArray[np.bool_]:
+        """For each row, whether it has all of these fields, which must be known."""
+        has = np.ones(len(rows), bool)
+        for name in fields:
+            has &= self.columns[name].block[rows] >= 0
+        return has
+
+    def column(self, name: str) -> FieldIndex:
+        """The field of that name, or ``UnknownFieldError``."""
+        column = self.columns.get(name)
+        if column is None:
+            raise UnknownFieldError(
+                f"partition {self.spec.partition_id!r} has no field {name!r}; it has {sorted(self.columns)}"
+            )
+        return column
+
+    def field_of(self, name: str) -> str:
+        """The field that ``name`` is, or is a leaf of: ``mm`` for ``mm.pixel_values``."""
+        field = name
+        while field not in self.columns and "." in field:
+            field = field.rpartition(".")[0]
+        return field if field in self.columns else name
+
+    def locate(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, Pieces]:
+        """Where each field of the samples is."""
+        known = list(map(self.rows.get, ids))
+        if None in known:
+            missing = list(dict.fromkeys(i for i, row in zip(ids, known, strict=True) if row is None))
+            raise MissingDataError(
+                f"partition {self.spec.partition_id!r} does not have {some(missing)} "
+                f"({len(missing)} of {len(set(ids))} samples asked for)"
+            )
+        rows = np.array(known, np.int64)
+        places = {}
+        for name in fields:
+            column = self.columns.get(self.field_of(name)) or self.column(name)
+            blocks = column.block[rows]
+            unwritten = blocks < 0
+            if column.turns and not column.turns.keys().isdisjoint(known):
+                places[name] = pieces_of(column, rows)
+                unwritten &= ~np.isin(rows, list(column.turns))
+            else:
+                places[name] = Pieces(blocks, column.position[rows])
+            if np.count_nonzero(unwritten):
+                missing = list(dict.fromkeys(self.ids[rows[unwritten]].tolist()))
+                raise MissingDataError(
+                    f"field {name!r} of partition {self.spec.partition_id!r} is not written for "
+                    f"{some(missing)} ({len(missing)} of {len(set(ids))} samples asked for)"
+                )
+        return places
+
+    def last_turns(self, ids: Sequence[str], field: str) -> set[int]:
+        """The blocks with the last pieces of samples that are being written turn by turn."""
+        turns = self.columns[field].turns if field in self.columns else {}
+        return {turns[row][-1][0] for row in map(self.rows.get, ids) if row in turns} if turns else set()
+
+    # Changes
+
+    def declare(self, spec: PartitionSpec) -> None:
+        """Take a new schema. A field that was ever written stays known; one that was only declared goes with
+        its declaration."""
+        self.spec = spec
+        self.written = 0
+        self.finished = False
+        kept = {
+            name: column for name, column in self.columns.items() if name in spec.fields or column.stamped
+        }
+        for name, column in kept.items():
+            column.declared = name in spec.fields
+        declared = {name: kept.get(name) or FieldIndex(self.size, True) for name in spec.fields}
+        self.columns = declared | kept
+
+    def add(self, put: Put) -> tuple[Rows, Rows]:
+        """The rows of a checked put's samples, made where they are new, with their tags merged; and those
+        that are new."""
+        ids, tags, known = put.ids, put.tags, put.known
+        new = known.count(None)
+        if new == 0:
+            rows = np.array(known, np.int64)
+            if tags is not None:
+                for row, tag in zip(known, tags, strict=True):
+                    if tag:
+                        self.tags[row] = self.tags[row] | tag
+            return rows, NO_ROWS
+        numbers = self._allocate(new)
+        rows = fresh = np.array(numbers, np.int64)
+        new_ids, new_tags = ids, tags
+        if new < len(ids):
+            places = [place for place, row in enumerate(known) if row is None]
+            new_ids = [ids[place] for place in places]
+            rows = np.array([-1 if row is None else row for row in known], np.int64)
+            rows[places] = fresh
+            if tags is not None:
+                new_tags = [tags[place] for place in places]
+                for row, tag in zip(known, tags, strict=True):
+                    if row is not None and tag:
+                        self.tags[row] = self.tags[row] | tag
+        self.rows.update(zip(new_ids, numbers, strict=True))
+        self.ids[fresh] = new_ids
+        self.tags[fresh] = _NO_TAGS if new_tags is None else _object_array(new_tags)
+        if put.groups:
+            self.groups[fresh] = put.groups
+        self.serial[fresh] = np.arange(self.next_serial, self.next_serial + new)
+        self.next_serial += new
+        self.born[fresh] = put.now
+        self.written += new
+        return rows, fresh
+
+    def remove(self, rows: Rows) -> BlockRows:
+        """Drop rows; return what they referred to, for each field."""
+        gone = [place for column in self.columns.values() for place in column.remove(rows)]
+        for sample_id in self.ids[rows].tolist():
+            del self.rows[sample_id]
+        self.ids[rows] = self.tags[rows] = self.groups[rows] = None
+        self.serial[rows] = -1
+        for bits in self._written_bits:
+            bits[rows] = 0
+        self._free.extend(rows[::-1].tolist())
+        if not gone:
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        return np.concatenate([blocks for blocks, _ in gone]), np.concatenate([at for _, at in gone])
+
+    def _allocate(self, count: int) -> list[int]:
+        if len(self._free) < count:
+            self._grow(self.size - len(self._free) + count)
+        rows = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        return rows
+
+    def _grow(self, needed: int) -> None:
+        old, size = self.size, max(needed, 2 * self.size)
+        self._free[:0] = range(size - 1, old - 1, -1)
+        self.size = size
+        self.ids, self.tags, self.groups = (grown(a, size, None) for a in (self.ids, self.tags, self.groups))
+        self.serial, self.born = grown(self.serial, size, -1), grown(self.born, size, 0)
+        self._written_bits = [grown(bits, size, 0) for bits in self._written_bits]
+        for column in self.columns.values():
+            column.grow(size)
+
+    # Writers
+
+    def mark_written(self, rows: Rows, owner: int) -> None:
+        """An owner has written to these rows."""
+        slot = self._writers.get(owner)
+        if slot is None:
+            taken = set(self._writers.values())
+            slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            self._writers[owner] = slot
+            while len(self._written_bits) <= slot // 64:
+                self._written_bits.append(np.zeros(self.size, np.uint64))
+        self._written_bits[slot // 64][rows] |= np.uint64(1 << slot % 64)
+
+    def written_by(self, owner: int) -> Rows | None:
+        """The live rows that an owner wrote to, by birth; None if it never wrote here."""
+        slot = self._writers.get(owner)
+        if slot is None:
+            return None
+        rows = self.live_rows(None)
+        mine: Rows = rows[(self._written_bits[slot // 64][rows] >> np.uint64(slot % 64) & np.uint64(1)) != 0]
+        return mine
+
+    def forget_writer(self, owner: int) -> None:
+        """Free the slot of an owner that is gone."""
+        slot = self._writers.pop(owner, None)
+        if slot is not None:
+            self._written_bits[slot // 64] &= ~np.uint64(1 << slot % 64)
+
+
+def _object_array(values: list[Any]) -> NDArray[Any]:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few, for a message."""
+    shown = ", ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown}, …"
