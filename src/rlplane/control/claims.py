@@ -336,7 +336,10 @@ class Claims:
         claim = next(iter(task.waiting), task.last)
         if claim is None or not self._table.columns.keys() >= set(claim.fields):
             return {"ready": None, "wanted": None, "fields": [], "where": None}
-        queue, match = self._cursors.queue(task, claim), self._match_of(task, claim)
+        key, order = self._cursors.wanted(task, claim)
+        # A new one is not kept, because a look must not change in which order samples are handed out later.
+        queue = task.queues.get(key) or self._cursors.new_queue(task, key[0], order)
+        match = self._match_of(task, claim)
         ready = queue.ready if match is None else queue.count(_MOST_COUNTED, match, (claim, "status"))
         return {"ready": ready, "wanted": claim.batch_size, "fields": claim.fields, "where": claim.where}
 

@@ -129,24 +129,28 @@ class Cursors:
         """The queue of what is ready for a claim of this task, built when first asked for."""
         key, order = self.wanted(task, claim)
         queue = task.queues.pop(key, None)
-        if queue is not None:
-            task.queues[key] = queue  # the last one that was asked for
-        else:
+        if queue is None:
             if len(task.queues) >= _MOST_QUEUES:
                 _drop_a_queue(task)
-            table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
-            if order is not None:
-                queue = OrderedQueue(table, size, order, sizes, task.kept)
-            elif size:
-                queue = GroupQueue(table, size, sizes, task.kept)
-            else:
-                queue = RowQueue(table)
-            task.queues[key] = queue
-            rows = table.live_rows(None)
-            if len(rows):
-                stamps = [table.columns[name].stamp[rows] for name in key[0]] or [table.serial[rows]]
-                rows = rows[np.argsort(np.maximum.reduce(stamps), kind="stable")]
-                self._offer(task, key[0], queue, rows)
+            queue = self.new_queue(task, key[0], order)
+        task.queues[key] = queue  # the last one that was asked for
+        return queue
+
+    def new_queue(self, task: TaskCursor, required: tuple[str, ...], order: Order | None) -> ReadyQueue:
+        """A queue of what is ready, which the task does not keep."""
+        queue: ReadyQueue
+        table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
+        if order is not None:
+            queue = OrderedQueue(table, size, order, sizes, task.kept)
+        elif size:
+            queue = GroupQueue(table, size, sizes, task.kept)
+        else:
+            queue = RowQueue(table)
+        rows = table.live_rows(None)
+        if len(rows):
+            stamps = [table.columns[name].stamp[rows] for name in required] or [table.serial[rows]]
+            rows = rows[np.argsort(np.maximum.reduce(stamps), kind="stable")]
+            self._offer(task, required, queue, rows)
         return queue
 
     def wanted(self, task: TaskCursor, claim: Claim) -> tuple[QueueKey, Order | None]:

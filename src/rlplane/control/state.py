@@ -95,9 +95,10 @@ class ControlState:
             self.partitions[spec.partition_id] = Partition(spec, self.latest_dropped + 1)
             return effects
         effects.answers.extend((claim.token, error) for claim, error in partition.register(spec))
-        self._waiting_puts.reconsider()
+        self._refuse_invalid_puts(partition, effects)
         self._evict(partition, partition.flow_control.stale(), STALE, effects)
         self._answer_claims(partition, effects)
+        self._retry_puts(effects)
         return effects
 
     def put(self, put: Put) -> Effects:
@@ -508,6 +509,16 @@ class ControlState:
     def _refuse(put: Put, error: DataPlaneError, effects: Effects) -> None:
         effects.answers.append((put.token, error))
         effects.freed.extend(put.blocks.values())
+
+    def _refuse_invalid_puts(self, partition: Partition, effects: Effects) -> None:
+        """Refuse the waiting puts that a new registration does not allow any more."""
+        for put in self._waiting_puts:
+            if put.partition_id == partition.spec.partition_id:
+                try:
+                    partition.check_put(put)
+                except DataPlaneError as error:
+                    self._waiting_puts.remove(put)
+                    self._refuse(put, error, effects)
 
     @staticmethod
     def _answer_claims(partition: Partition, effects: Effects) -> None:

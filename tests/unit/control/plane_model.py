@@ -199,7 +199,13 @@ class PlaneModel:
                     self.answers.append((claim.token, error))
             task.queues = {r: queue for r, queue in task.queues.items() if flow.fields >= set(r)}
         flow.tasks = {name: flow.tasks.get(name) or Cursor() for name in spec.tasks}
+        for put in [put for put in self.waiting_puts if put.partition_id == spec.partition_id]:
+            try:
+                self._new_samples(put)
+            except DataPlaneError as error:
+                self._refuse(put, error)
         self._serve(flow)
+        self._retry()
 
     def put(self, put: Put) -> None:
         new = self._new_samples(put)
@@ -230,9 +236,7 @@ class PlaneModel:
     def give_up(self, token: Any) -> None:
         for put in self.waiting_puts:
             if put.token is token:
-                self.waiting_puts.remove(put)
-                self._give(put)
-                self.answers.append((token, CapacityTimeoutError()))
+                self._refuse(put, CapacityTimeoutError())
                 self._retry()
                 return
         for flow in self.flows.values():
@@ -296,9 +300,7 @@ class PlaneModel:
 
     def abort(self, error: DataPlaneError, owner: int | None) -> None:
         for put in [put for put in self.waiting_puts if owner in (None, put.owner)]:
-            self.waiting_puts.remove(put)
-            self._give(put)
-            self.answers.append((put.token, error))
+            self._refuse(put, error)
         for flow in self.flows.values():
             for task in flow.tasks.values():
                 for claim in [claim for claim in task.waiters if owner in (None, claim.owner)]:
@@ -314,6 +316,11 @@ class PlaneModel:
             for sample_id in new:
                 group_name(sample_id, put.tags[put.ids.index(sample_id)] if put.tags else {})
         return len(new)
+
+    def _refuse(self, put: Put, error: DataPlaneError) -> None:
+        self.waiting_puts.remove(put)
+        self._give(put)
+        self.answers.append((put.token, error))
 
     def _give(self, put: Put) -> None:
         sizes = put.nbytes or [0] * len(put.blocks)
@@ -375,9 +382,7 @@ class PlaneModel:
                 if new > self.capacity:
                     raise CapacityError
             except DataPlaneError as error:
-                self.waiting_puts.pop(0)
-                self._give(put)
-                self.answers.append((put.token, error))
+                self._refuse(put, error)
                 continue
             if self.live + new > self.capacity:
                 return

@@ -565,6 +565,16 @@ def test_a_claim_whose_field_a_registration_removed_says_nothing_about_what_is_r
     assert readiness(state) == (None, 0, [])
 
 
+def test_a_look_at_the_status_changes_nothing() -> None:
+    state = plane(grpo_group_size=2)
+    claimed(state, 2, "x")
+    state.register(PartitionSpec.checked("p", ["x"], 9, ["t"]))
+    write(state, ["a", "b"], "x")
+    before = picture(state)
+    assert readiness(state) == (2, 0, ["x"])
+    assert picture(state) == before
+
+
 def test_a_task_writes_what_its_workers_write_to_the_samples_that_they_claimed() -> None:
     state = plane()
     write(state, ["a", "b"], "x", owner=1)
@@ -691,18 +701,34 @@ def test_what_a_task_produces_names_tasks_and_fields_of_the_partition(produces: 
         PartitionSpec.checked("p", ["x"], 9, ["t"], produces=produces)
 
 
-def test_a_waiting_put_that_a_registration_has_made_invalid_is_refused_with_the_next_change() -> None:
+def test_a_waiting_put_that_a_registration_makes_invalid_is_refused_at_once() -> None:
     state = plane(capacity=1)
-    for token, sample_id in (("there", "a"), ("first", "b"), ("second", "c")):
-        state.put(Put("p", [sample_id], {}, None, token=token))
-    state.clear("p", [])
-    spec = PartitionSpec.checked("p", ["x"], 10, ["t"], 2, None)
-    state.clear("p", ["a"])
-    state.put(Put("p", ["d"], {}, None, token="third"))
-    state.clear("p", ["b"])
-    state.register(spec)
-    answers = dict(state.give_up("third").answers)
-    assert isinstance(answers["third"], DataPlaneError)
+    state.put(Put("p", ["a_g0"], {}, token="there"))
+    for token, sample_id in (("first", "b_g0"), ("loner", "c"), ("last", "d_g0")):
+        state.put(Put("p", [sample_id], {"x": -ord(sample_id[0])}, token=token))
+    effects = state.register(PartitionSpec.checked("p", ["x"], 10, ["t"], 2))
+    assert answered(effects) == [("loner", InvalidRequestError)] and effects.freed == [-ord("c")]
+    assert state.waiting() == ["first", "last"]
+    assert clear(state, "a_g0") == [("first", None)]
+
+
+def test_a_registration_that_refuses_the_first_waiting_put_lets_the_next_one_in() -> None:
+    state = plane(capacity=2)
+    state.put(Put("p", ["a_g0"], {}, token="there"))
+    state.put(Put("p", ["b", "c"], {}, token="loners"))
+    state.put(Put("p", ["d_g0"], {}, token="next"))
+    effects = state.register(PartitionSpec.checked("p", ["x"], 10, ["t"], 2))
+    assert answered(effects) == [("loners", InvalidRequestError), ("next", None)]
+
+
+def test_a_registration_whose_bound_evicts_samples_makes_room_for_a_waiting_put() -> None:
+    state = plane(capacity=1, consumer_tasks=["train"])
+    state.advance("p", 3)
+    state.put(Put("p", ["old"], {}, [{"weight_version": 1}], token="there"))
+    state.put(Put("p", ["new"], {}, [{"weight_version": 3}], token="waits"))
+    flow = {"kind": "windowed", "max_staleness": 1}
+    effects = state.register(PartitionSpec.checked("p", ["x"], 9, ["train"], flow=flow))
+    assert answered(effects) == [("waits", None)]
 
 
 def test_a_waiting_put_of_samples_that_another_has_made_meanwhile_needs_no_room() -> None:
