@@ -256,6 +256,8 @@ def _restore_partition(
             task.uses[rows] = _read(cursor.uses, np.int64, count)
         if release_claims and spec.group_size:
             partition.cursors.count_kept(task, rows[unfinished])
+        if release_claims and spec.flow is not None and cursor.name == spec.flow.training_task:
+            partition.flow.untrain(rows[unfinished].tolist())
     if spec.flow is not None and spec.flow.group_timeout_s is not None:
         state.has_clocks = True
         partition.groups.resume_clocks()

@@ -837,6 +837,9 @@ class ControlService:
         restored.now = self.now
         self.state = restored
         self._drop_references([self._blocks.pop(block)[0] for block in old])
+        for name, partition in restored.partitions.items():
+            # What was being trained may be too old to be handed out again.
+            self._carry_out(restored.advance(name, partition.flow.version))
         self.retry_reservations()
         return wire.Done()
 

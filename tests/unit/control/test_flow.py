@@ -145,6 +145,17 @@ def test_a_step_that_a_dead_trainer_had_is_trained_before_the_next() -> None:
     assert claim(state, 9, "y", task="train") == ["c", "d"]
 
 
+def test_a_step_that_was_being_trained_at_a_dump_is_trained_before_the_next() -> None:
+    state = flow("in_order", max_staleness=1, batch=2)
+    write(state, "abcd", "x")
+    claim(state, 4, task="rollout", owner=2)
+    write(state, "abcd", "y", owner=2)
+    assert claim(state, 2, "y", task="train", owner=3) == ["a", "b"]
+    back = saved_and_loaded(state, release_claims=True)
+    assert claim(back, 9, "y", task="train") == ["a", "b"]
+    assert claim(back, 9, "y", task="train") == ["c", "d"]
+
+
 @pytest.mark.parametrize("kind", ["windowed", "ready_first", "weight_fifo", "in_order"])
 def test_a_dump_keeps_the_policy_and_all_that_it_counts(kind: str) -> None:
     state = flow(kind, max_staleness=1, batch=2)

@@ -263,11 +263,18 @@ def a_checkpoint_keeps_the_bound(plane: PlaneUnderTest) -> None:
     window = _flow(plane, "windowed", max_staleness=1)
     _prompts(part, "abcd")
     _begin(part)
+    _generate(window, "h", 2)
+    has_samples("a claim before the save", window.claim_ready(), "h")
     _generate(window, "a", 1)
-    _advance(window, 3)
+    _advance(window, 4)
+    equal(
+        "what was evicted before, which is not what is being trained",
+        _status(window)["evicted"],
+        {"stale": 1},
+    )
     with tempfile.TemporaryDirectory() as directory:
         plane.client.save_checkpoint(f"{directory}/saved")
-        _generate(window, "b", 3)
+        _generate(window, "b", 4)
         _advance(part, 1)
         plane.client.load_checkpoint(f"{directory}/saved", release_claims=True)
     equal("the prompts that may begin", _begin(part), ["a", "b"])
@@ -275,8 +282,8 @@ def a_checkpoint_keeps_the_bound(plane: PlaneUnderTest) -> None:
     equal(
         "the version and what was evicted",
         (_status(window)["version"], _status(window)["evicted"]),
-        (3, {"stale": 1}),
+        (4, {"stale": 2}),
     )
-    _generate(window, "cd", 1)
-    _generate(window, "e", 2)
+    _generate(window, "cd", 2)
+    _generate(window, "e", 3)
     has_samples("a claim after the load", window.claim_ready(), "e")
