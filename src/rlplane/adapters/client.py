@@ -769,10 +769,14 @@ def _write(
 
 def _bytes_of_objects(fields: TensorDict) -> int:
     """About how many bytes encoding copies: those of objects. Tensors are only looked at."""
+    if not isinstance(fields, TensorDict):
+        return 0
     objects = (NonTensorData, NonTensorStack)
     return sum(
-        _OBJECT_BYTES * len(value) if isinstance(value, objects) and value.batch_size else 0
-        for value in (fields.values() if isinstance(fields, TensorDict) else ())
+        _OBJECT_BYTES * len(value)
+        for value in fields.values()
+        # Asking a tensor whether it is of another class takes longer than copying a small one.
+        if type(value) is not Tensor and isinstance(value, objects) and value.batch_size
     )
 
 

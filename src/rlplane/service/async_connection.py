@@ -281,7 +281,7 @@ class AsyncConnection:
         self._send(number, self._encoded(request))
 
     def _encoded(self, request: wire.Request) -> bytes:
-        read = self._owner.take_read() if isinstance(request, wire.CHANGES) else []
+        read = self._owner.take_read() if type(request) in wire.CHANGES else []
         return encoded(wire.Envelope(request, read=read))
 
     def _send(self, number: int, body: bytes) -> None:

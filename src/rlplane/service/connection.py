@@ -118,7 +118,7 @@ class SocketConnection:
                 try:
                     answer = self._attempt(number, request, waits_s)
                     if self.has_lease(answer, life):
-                        if isinstance(request, wire.CHANGES):
+                        if type(request) in wire.CHANGES:
                             self._read.append(number)
                         return answer
                 except _ServiceGoneError as gone:
@@ -146,7 +146,7 @@ class SocketConnection:
     def _attempt(self, number: int, request: wire.Request, waits_s: float) -> wire.Answer:
         channel = self._channel()
         released, abandoned = self._lifeline.unsent()
-        read = self.take_read() if isinstance(request, wire.CHANGES) else []
+        read = self.take_read() if type(request) in wire.CHANGES else []
         try:
             body = encoded(wire.Envelope(request, released, abandoned, read))
             with channel.lock:

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
+_FEW_ROWS = 64
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -231,7 +232,7 @@ class ControlService:
             self.abandon(request.client, number)
         if self.state.next_deadline() <= self.now:
             self.expire()
-        changes = isinstance(envelope.request, wire.CHANGES)
+        changes = type(envelope.request) in wire.CHANGES
         if changes:
             for number in envelope.read:
                 held.answers.pop(number, None)
@@ -851,6 +852,14 @@ class ControlService:
         request.parked = self.now
         self._unanswered[request.client, request.number] = request
         heapq.heappush(self._deadlines, (due, self._ticks, request))
+        # Requests that were answered in time are still in the heap; drop them before it grows.
+        if len(self._deadlines) > self._most_deadlines:
+            parked: set[object] = {waiting.request for waiting in self._waiting_reservations}
+            parked.update(self.state.waiting())
+            if len(self._deadlines) > 4 * len(parked):
+                self._deadlines = [entry for entry in self._deadlines if entry[2] in parked]
+                heapq.heapify(self._deadlines)
+            self._most_deadlines = 1024 + 2 * len(self._deadlines)
 
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do next, by the clock of ``now``."""
@@ -884,14 +893,6 @@ class ControlService:
             self.retry_reservations()
         if self._waiting_reservations.due <= self.now:
             self.retry_reservations()
-        # Requests that were answered in time are still in the heap; drop them before it grows.
-        if len(self._deadlines) > self._most_deadlines:
-            parked: set[object] = {waiting.request for waiting in self._waiting_reservations}
-            parked.update(self.state.waiting())
-            if len(self._deadlines) > 4 * len(parked):
-                self._deadlines = [entry for entry in self._deadlines if entry[2] in parked]
-                heapq.heapify(self._deadlines)
-            self._most_deadlines = 1024 + 2 * len(self._deadlines)
 
     # Recovery
 
@@ -1024,6 +1025,8 @@ def _field_rows(pieces: Pieces) -> tuple[wire.FieldRows, list[int]]:
         ), numbers
     if not count:
         return wire.FieldRows(0), []
+    if count <= _FEW_ROWS:
+        return _few_field_rows(blocks, positions)
     first, start = int(blocks[0]), int(positions[0])
     if not np.count_nonzero(blocks != first):
         if not np.count_nonzero(positions[1:] - positions[:-1] != 1):
@@ -1032,3 +1035,15 @@ def _field_rows(pieces: Pieces) -> tuple[wire.FieldRows, list[int]]:
     else:
         numbers = np.unique(blocks).tolist()
     return wire.FieldRows(count, blocks=blocks.tobytes(), positions=positions.tobytes()), numbers
+
+
+def _few_field_rows(
+    blocks: NDArray[np.int64], positions: NDArray[np.int32]
+) -> tuple[wire.FieldRows, list[int]]:
+    """The same without numpy, whose fixed costs are most of it for a few rows."""
+    numbers, at = blocks.tolist(), positions.tolist()
+    distinct = set(numbers)
+    if len(distinct) == 1 and at == list(range(at[0], at[0] + len(at))):
+        return wire.FieldRows(len(at), numbers[0], at[0]), [numbers[0]]
+    found = wire.FieldRows(len(at), blocks=blocks.tobytes(), positions=positions.tobytes())
+    return found, sorted(distinct)

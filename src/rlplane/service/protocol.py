@@ -357,24 +357,26 @@ Request = (
 )
 
 
-CHANGES = (
-    Register,
-    Reserve,
-    Unreserve,
-    Commit,
-    ClaimRequest,
-    Clear,
-    Restore,
-    Unclaim,
-    DropPartition,
-    Advance,
-    CloseGroup,
-    Finish,
-    Evicted,
-    Withdraw,
-    MarkClaimed,
+CHANGES: frozenset[type[Request]] = frozenset(
+    {
+        Register,
+        Reserve,
+        Unreserve,
+        Commit,
+        ClaimRequest,
+        Clear,
+        Restore,
+        Unclaim,
+        DropPartition,
+        Advance,
+        CloseGroup,
+        Finish,
+        Evicted,
+        Withdraw,
+        MarkClaimed,
+    }
 )
-"""The requests that change something. The others can be made twice without harm."""
+"""The kinds of request that change something. The others can be made twice without harm."""
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):

@@ -43,7 +43,8 @@ _MUST_INTRODUCE_ITSELF_S = 10.0
 _OUT_OF_FILES_S = 0.5
 _MAY_HAVE_STOOD_STILL_S = 0.05
 _PIECE = 128 * 1024  # read at once from one connection, so that none holds up the others
-_TIDY_S = 1.0
+_TIDY_S = 1.0  # how often an idle service looks for what it can give back
+_LOOK_S = 0.1  # how often a busy one looks at what has a time of its own
 # How long a client may take to come back whose connection broke while the service lived.
 _GRACE_S = 2.0
 
@@ -109,6 +110,7 @@ class Server:
         # Requests that are handled when enough tags have been looked at, with what looks.
         self._looking: deque[tuple[Callable[[], bool], PendingRequest, wire.Envelope, bytes]] = deque()
         self._busy_since = 0.0
+        self._look_at = 0.0
         self._listen_again_at: float | None = None
         self._peers: dict[int, _Peer] = {}  # by number, which is never used again
         self._peers_by_fd: dict[int, _Peer] = {}
@@ -138,13 +140,19 @@ class Server:
     def run(self) -> None:
         """Serve until :meth:`stop`, a shutdown request, or the death of the bootstrap client."""
         service = self.service
+        self._set_time()
         try:
             while not self._stopping:
-                self._set_time()
-                wait = min(service.next_deadline() - service.now, 0.1 if self._missing else _TIDY_S)
-                if self._looking:
-                    wait = 0.0
-                began = service.now
+                due = service.next_deadline()
+                if due <= self._busy_since:
+                    self._set_time()
+                    service.expire()
+                    self._send_answers()
+                    self._note_stall()
+                    due = service.next_deadline()
+                idle = _LOOK_S if self._missing else _TIDY_S
+                wait = 0.0 if self._looking else min(due - self._busy_since, idle)
+                began = self._busy_since
                 events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
                 if events and service.now - began > _MAY_HAVE_STOOD_STILL_S:
@@ -163,12 +171,11 @@ class Server:
                     self._look_on()
                     self._send_answers()
                     self._note_stall()
-                service.expire()
-                if not events and not self._looking:
-                    self._storage.tidy(service.now)
-                self._look_at_the_clock()
-                self._send_answers()
-                self._note_stall()
+                if not events or service.now >= self._look_at:
+                    self._look_at = service.now + _LOOK_S
+                    self._look_at_the_clock(is_idle=not events and not self._looking)
+                    self._send_answers()
+                    self._note_stall()
         finally:
             if self._stopping:
                 self._say_farewell()
@@ -229,8 +236,10 @@ class Server:
         self.service.stall.record(now - self._busy_since, now)
         self._busy_since = now
 
-    def _look_at_the_clock(self) -> None:
+    def _look_at_the_clock(self, *, is_idle: bool) -> None:
         now = self.service.now
+        if is_idle:
+            self._storage.tidy(now)
         if self._listen_again_at is not None and now >= self._listen_again_at:
             self._listen_again_at = None
             self._epoll.register(self._listener.fileno(), select.EPOLLIN)
@@ -308,19 +317,21 @@ class Server:
             self._count_malformed(error)
             self._hang_up(peer)
             return
-        arrived = deque(messages)
-        self._serve_messages(peer, arrived)
-        peer.unserved.extend((number, memoryview(bytes(body))) for number, body in arrived)
+        for number, body in messages:
+            if peer.unsent:
+                # The other end does not read its answers. These are views of what is read into next.
+                peer.unserved.append((number, memoryview(bytes(body))))
+            else:
+                self._serve_message(peer, number, body)
 
-    def _serve_messages(self, peer: _Peer, arrived: deque[tuple[int, memoryview]]) -> None:
-        """Serve what has arrived, until the other end does not read its answers."""
-        while arrived and not peer.unsent and peer.number in self._peers:
-            number, body = arrived.popleft()
-            try:
-                self._message(peer, number, body)
-            except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-                self._count_malformed(error)
-            self._send_answers()
+    def _serve_message(self, peer: _Peer, number: int, body: memoryview) -> None:
+        if peer.number not in self._peers:
+            return  # it was hung up on
+        try:
+            self._message(peer, number, body)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            self._count_malformed(error)
+        self._send_answers()
 
     def _message(self, peer: _Peer, number: int, body: memoryview) -> None:
         if peer.client is None:
@@ -562,8 +573,8 @@ class Server:
 
     def _flush(self, peer: _Peer) -> None:
         del peer.unsent[: _send_some(peer.socket, peer.unsent)]
-        if not peer.unsent:
-            self._serve_messages(peer, peer.unserved)
+        while peer.unserved and not peer.unsent:
+            self._serve_message(peer, *peer.unserved.popleft())
         if not peer.unsent and peer.number in self._peers:
             self._epoll.modify(peer.socket.fileno(), select.EPOLLIN)
 
