@@ -9,10 +9,9 @@ from __future__ import annotations
 import heapq
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.dump import BlockSize, dump_state, restore_state
-from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import Partition
 from rlplane.control.requests import Batch, Claim, Effects, Put
@@ -35,10 +33,12 @@ from rlplane.errors import (
 )
 from rlplane.service import protocol as wire
 from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
-from rlplane.service.dead_rows import DeadRows
+from rlplane.service.block_table import Block, BlockTable
+from rlplane.service.commit_checks import checked_sizes
+from rlplane.service.field_rows import field_rows
 from rlplane.service.journal import Abandoned, Asked, Expired, HungUp, Joined, Journal, Left, Retried
 from rlplane.service.stall import LookAhead, LoopStall
-from rlplane.storage.places import Layout, Place, StorageHost
+from rlplane.storage.places import Place, StorageHost
 
 __all__ = ["ControlService", "PendingRequest", "StaleSpecError"]
 
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
-_FEW_ROWS = 64
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -119,13 +118,7 @@ class ControlService:
         # While a journal is replayed there is none to write to, and the answers are the point of it.
         self.is_journaled = journal is not None
         self._clients: dict[int, _Client] = {}
-        self._blocks: dict[int, tuple[int, int, Layout]] = {}
-        self._places: dict[int, Place] = {}
-        self._place_refs: dict[int, int] = {}
-        self._dead_rows = DeadRows()
-        self._leased: Counter[int] = Counter()  # by place
-        self.is_replaying = False
-        self._next_block = 0
+        self.table = BlockTable()
         self._next_lease = 1
         self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
         self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
@@ -133,8 +126,6 @@ class ControlService:
         self._most_deadlines = 1024
         self._ticks = 0
         self._unanswered: dict[tuple[int, int], PendingRequest] = {}
-        # Places that a client may hold a lease on which has not come back yet, after a recovery.
-        self._kept: set[int] = set()
         self.wall = 0.0
         self.stall = LoopStall()
         self.requests = 0
@@ -196,13 +187,7 @@ class ControlService:
     def _drop_lease(self, held: _Client, lease: int) -> bool:
         places = held.leases.pop(lease, None)
         if places:
-            for place in places:
-                self._leased[place] -= 1
-                if not self._leased[place]:
-                    del self._leased[place]
-            self._drop_references(places)
-            for place in self._dead_rows.of(places):
-                self._give_back_rows(place)
+            self.table.unlease(places, self.storage)
         return bool(places)
 
     def room_came_free(self) -> None:
@@ -435,7 +420,7 @@ class ControlService:
             else:
                 self._send(request, wire.failure_of(answer))
         if effects.freed or effects.dropped:
-            self._drop_blocks(effects)
+            self.table.drop(effects, self.storage)
             self.retry_reservations()
 
     # Places
@@ -537,42 +522,6 @@ class ControlService:
             place, held.spare = held.spare, None
         return place
 
-    def _drop_blocks(self, effects: Effects) -> None:
-        """Free the places that nobody needs any more, and of the others the rows that nobody needs."""
-        gone = [self._blocks.pop(block) for block in effects.freed]
-        for place, start, layout in gone:
-            self._dead_rows.add_block(place, start, layout)
-        changed = [place for place, _, _ in gone]
-        for blocks, positions in effects.dropped:
-            for block in dict.fromkeys(blocks.tolist()):
-                if block in self._blocks:
-                    place, start, layout = self._blocks[block]
-                    self._dead_rows.add(place, start, layout, positions[blocks == block])
-                    changed.append(place)
-        self._drop_references([place for place, _, _ in gone])
-        for place in self._dead_rows.of(changed):
-            self._give_back_rows(place)
-
-    def _give_back_rows(self, number: int) -> None:
-        """Give dead rows of a place back to the storage, unless somebody may be reading it."""
-        if number in self._leased or number in self._kept or self.is_replaying:
-            return
-        place = self._places[number]
-        dead = self._dead_rows.stretches(number, partial(self.storage.read_numbers, place))
-        self.storage.give_back(place, dead)
-
-    def _drop_references(self, places: list[int]) -> None:
-        for number in places:
-            left = self._place_refs[number] - 1
-            if left:
-                self._place_refs[number] = left
-            else:
-                del self._place_refs[number]
-                self._dead_rows.forget(number)
-                place = self._places.pop(number)
-                if number not in self._kept:
-                    self.storage.free(place)
-
     # Writing
 
     def _commit(self, request: PendingRequest, held: _Client, body: wire.Commit) -> None:
@@ -582,9 +531,9 @@ class ControlService:
             partition = self.state.partition(body.partition_id)
             if partition.version != body.version:
                 raise StaleSpecError(f"partition {body.partition_id!r} was registered again")
-            sizes = _checked_sizes(body, 0 if place is None else place.size)
+            sizes = checked_sizes(body, 0 if place is None else place.size)
             if place is not None:
-                blocks = self._add_blocks(place, body, sizes)
+                blocks = self.table.add(place, body.fields, body.layouts, sizes)
             request.want = body.want
             put = Put(
                 body.partition_id,
@@ -605,7 +554,7 @@ class ControlService:
             effects = self.state.put(put)
         except DataPlaneError:
             if blocks:
-                self._drop_references([self._blocks.pop(block)[0] for block in blocks.values()])
+                self.table.forget(blocks.values(), self.storage)
             elif place is not None:
                 self.storage.free(place)
             raise
@@ -624,7 +573,7 @@ class ControlService:
                     "a tensor of at least one dimension, the first of which grows"
                 )
             for block in partition.table.last_turns(body.ids, field):
-                before = self._blocks[block][2].turn
+                before = self.table.blocks[block][2].turn
                 if before != turn:
                     raise InvalidRequestError(
                         f"field {field!r} grows by tokens of dtype and shape {before}, not {turn}"
@@ -644,18 +593,6 @@ class ControlService:
                 f"{body.used} bytes of {len(body.layouts)} fields do not fit into a place of {place.size}"
             )
         return self.storage.shrink(place, body.used)
-
-    def _add_blocks(self, place: Place, body: wire.Commit, sizes: list[int]) -> dict[str, int]:
-        blocks = {}
-        start = 0
-        for field, layout, size in zip(body.fields, body.layouts, sizes, strict=True):
-            blocks[field] = self._next_block
-            self._blocks[self._next_block] = (place.number, start, layout)
-            self._next_block += 1
-            start += size
-        self._places[place.number] = place
-        self._place_refs[place.number] = len(blocks)
-        return blocks
 
     # Claims and reads
 
@@ -751,7 +688,7 @@ class ControlService:
         rows = []
         used: dict[int, None] = {}
         for pieces in found.values():
-            field, numbers = _field_rows(pieces)
+            field, numbers = field_rows(pieces)
             rows.append(field)
             used.update(dict.fromkeys(numbers))
         lease, places, located = self._lease(held, list(used))
@@ -760,21 +697,12 @@ class ControlService:
         paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
         return wire.Located(lease, places, located, rows, paths if any(paths) else None)
 
-    def _lease(
-        self, held: _Client, numbers: list[int]
-    ) -> tuple[int, list[Place], dict[int, tuple[int, int, Layout]]]:
+    def _lease(self, held: _Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled until the client drops them."""
-        order: dict[int, int] = {}
-        located = {}
-        for number in numbers:
-            place, start, layout = self._blocks[number]
-            located[number] = (order.setdefault(place, len(order)), start, layout)
-        for place in order:
-            self._place_refs[place] += 1
-        self._leased.update(order.keys())
+        places, located = self.table.lease(numbers)
         lease, self._next_lease = self._next_lease, self._next_lease + 1
-        held.leases[lease] = list(order)
-        return lease, [self._places[place] for place in order], located
+        held.leases[lease] = [place.number for place in places]
+        return lease, places, located
 
     def _kinds(
         self, partition: Partition, rows: NDArray[np.int64]
@@ -783,7 +711,7 @@ class ControlService:
         kinds = {}
         for name, column in partition.columns.items():
             numbers = np.unique(column.block[rows]).tolist()
-            layouts = [self._blocks[number][2] for number in numbers if number >= 0]
+            layouts = [self.table.blocks[number][2] for number in numbers if number >= 0]
             kinds[name] = list(dict.fromkeys((each.kind, each.dtype, each.shape) for each in layouts))
         return kinds
 
@@ -803,10 +731,7 @@ class ControlService:
                 raise InvalidRequestError(f"block {number} is in place {home}, which is not of this restore")
             if start < 0 or start + layout.nbytes > held.reserved[home].size:
                 raise InvalidRequestError(f"block {number} does not fit into place {home}")
-        numbers = {}
-        for number in body.blocks:
-            numbers[number] = self._next_block
-            self._next_block += 1
+        numbers = {number: self.table.new_number() for number in body.blocks}
         restored = restore_state(
             body.state,
             numbers,
@@ -822,7 +747,7 @@ class ControlService:
             partition.version = latest + 1
         restored.latest_dropped = latest
         self._carry_out(self.state.abort(PlaneConnectionError("the plane was replaced by a checkpoint")))
-        old = list(self._blocks)
+        old = list(self.table.blocks)
         ends: dict[int, list[int]] = {number: [] for number in body.places}
         for home, start, layout in body.blocks.values():
             ends[home].append(start + layout.nbytes)
@@ -831,13 +756,13 @@ class ControlService:
             if not blocks_end:
                 self.storage.free(place)
                 continue
-            self._places[number] = self.storage.shrink(place, max(max(blocks_end), 1))
-            self._place_refs[number] = len(blocks_end)
+            self.table.places[number] = self.storage.shrink(place, max(max(blocks_end), 1))
+            self.table.references[number] = len(blocks_end)
         for number, block in body.blocks.items():
-            self._blocks[numbers[number]] = block
+            self.table.blocks[numbers[number]] = block
         restored.now = self.now
         self.state = restored
-        self._drop_references([self._blocks.pop(block)[0] for block in old])
+        self.table.forget(old, self.storage)
         for name, partition in restored.partitions.items():
             # What was being trained may be too old to be handed out again.
             self._carry_out(restored.advance(name, partition.flow.version))
@@ -908,21 +833,15 @@ class ControlService:
         """After a recovery: which leases there are is known to the clients that hold them, and they will say
         so; until all have, none of the places ``in_use`` is freed. Nobody is connected, so nothing is sent
         to a channel of before."""
-        self._kept = in_use
-        self._leased.clear()
-        self.is_replaying = False
+        self.table.keep(
+            in_use, [places for held in self._clients.values() for places in held.leases.values()]
+        )
         for held in self._clients.values():
-            for places in held.leases.values():
-                for number in places:
-                    self._place_refs[number] -= 1
             held.leases.clear()
             held.granted = {
                 channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
             }
         self._next_lease = max(self._next_lease, first_lease)
-        for number in [number for number, count in self._place_refs.items() if not count]:
-            del self._place_refs[number], self._places[number]
-            self._dead_rows.forget(number)
         for request in self._unanswered.values():
             request.channel = 0
 
@@ -948,102 +867,23 @@ class ControlService:
         for lease, numbers in leases.items():
             if lease in held.leases:
                 continue  # only the connection was lost
-            known = [number for number in numbers if number in in_use]
-            for number in known:
-                self._places.setdefault(number, in_use[number])
-                self._place_refs[number] = self._place_refs.get(number, 0) + 1
-            held.leases[lease] = known
-            self._leased.update(known)
+            held.leases[lease] = self.table.lease_again(numbers, in_use)
         for number in abandoned:
             self.abandon(client, number)
 
     def all_have_resumed(self) -> None:
         """The clients of before have come back or were given up: what they hold is known."""
-        self._kept = set()
-        for place in self._dead_rows:
-            self._give_back_rows(place)
+        self.table.stop_keeping(self.storage)
 
     def unreferenced(self, in_use: Mapping[int, Place]) -> list[Place]:
         """Those of the places that are in use for nobody: no sample, lease or reservation refers to them."""
         reserved = {number for held in self._clients.values() for number in held.reserved}
         reserved |= {held.spare.number for held in self._clients.values() if held.spare is not None}
         return [
-            place for number, place in in_use.items() if number not in self._places and number not in reserved
+            place
+            for number, place in in_use.items()
+            if number not in self.table.places and number not in reserved
         ]
 
 
-_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "is_replaying", "stall"})
-
-
-def _checked_sizes(body: wire.Commit, room: int) -> list[int]:
-    """The size of each block of a commit, which comes from another process and is not trusted."""
-    count = len(body.ids)
-    if len(body.fields) != len(body.layouts) or len(set(body.fields)) != len(body.fields):
-        raise InvalidRequestError("a commit has one layout per field")
-    sizes = [layout.nbytes for layout in body.layouts]
-    if sum(sizes) > room:
-        raise InvalidRequestError("the layouts of a commit do not fit into its place")
-    if any(layout.rows != count or layout.values_nbytes < 0 for layout in body.layouts):
-        raise InvalidRequestError("the layouts of a commit have another number of rows than ids")
-    if any(layout.offsets is not None and len(layout.offsets) != 8 * (count + 1) for layout in body.layouts):
-        raise InvalidRequestError("the offsets of a commit are not one more than its ids")
-    for layout in body.layouts:
-        if layout.pieces is None:
-            continue
-        # Rows in order, leaves that have a name, and bytes of the block.
-        pieces = np.frombuffer(layout.pieces, np.int64) if len(layout.pieces) % 32 == 0 else None
-        if pieces is None or not _are_pieces(pieces.reshape(-1, 4), layout):
-            raise InvalidRequestError("the pieces of a commit are not parts of its block")
-    if len(set(body.ids)) != count or "" in body.ids or not count:
-        raise InvalidRequestError("the ids of a commit are not distinct, non-empty strings")
-    if body.tags is not None and len(body.tags) != count:
-        raise InvalidRequestError("a commit has one tag per id")
-    return sizes
-
-
-def _are_pieces(pieces: NDArray[np.int64], layout: Layout) -> bool:
-    """Whether what says which bytes the rows of trees refer to can be true."""
-    rows, leaves, begins, ends = pieces.T
-    return not (
-        (rows < 0)
-        | (rows >= layout.rows)
-        | (leaves < 0)
-        | (leaves >= len(layout.leaves or ()))
-        | (begins < 0)
-        | (begins > ends)
-        | (ends > layout.values_nbytes)
-    ).any() and not bool((rows[1:] < rows[:-1]).any())
-
-
-def _field_rows(pieces: Pieces) -> tuple[wire.FieldRows, list[int]]:
-    blocks, positions, per_row = pieces
-    count = len(blocks)
-    if per_row is not None:
-        numbers = np.unique(blocks).tolist()
-        return wire.FieldRows(
-            count, blocks=blocks.tobytes(), positions=positions.tobytes(), turns=per_row.tobytes()
-        ), numbers
-    if not count:
-        return wire.FieldRows(0), []
-    if count <= _FEW_ROWS:
-        return _few_field_rows(blocks, positions)
-    first, start = int(blocks[0]), int(positions[0])
-    if not np.count_nonzero(blocks != first):
-        if not np.count_nonzero(positions[1:] - positions[:-1] != 1):
-            return wire.FieldRows(count, first, start), [first]
-        numbers = [first]
-    else:
-        numbers = np.unique(blocks).tolist()
-    return wire.FieldRows(count, blocks=blocks.tobytes(), positions=positions.tobytes()), numbers
-
-
-def _few_field_rows(
-    blocks: NDArray[np.int64], positions: NDArray[np.int32]
-) -> tuple[wire.FieldRows, list[int]]:
-    """The same without numpy, whose fixed costs are most of it for a few rows."""
-    numbers, at = blocks.tolist(), positions.tolist()
-    distinct = set(numbers)
-    if len(distinct) == 1 and at == list(range(at[0], at[0] + len(at))):
-        return wire.FieldRows(len(at), numbers[0], at[0]), [numbers[0]]
-    found = wire.FieldRows(len(at), blocks=blocks.tobytes(), positions=positions.tobytes())
-    return found, sorted(distinct)
+_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall"})

@@ -279,6 +279,7 @@ class _DumpReader(pickle.Unpickler):
     _ALLOWED = (
         "rlplane.control.",
         "rlplane.service.admission",
+        "rlplane.service.block_table",
         "rlplane.service.core",
         "rlplane.service.dead_rows",
         "rlplane.service.protocol",

@@ -235,7 +235,6 @@ def recover(directory: Path, capacity: int, limit: int | None, reserve_for_live:
         about, service_state = state
         recovered.load(About(*about))
         service.load(service_state)
-    service.is_replaying = True
     for record in _with_outcomes(records, host, recovered):
         try:
             _repeat(record, recovered)

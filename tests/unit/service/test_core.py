@@ -298,7 +298,7 @@ def test_a_commit_that_makes_no_sense_is_refused_and_leaves_nothing(
     kind = "StalePlaceError" if changes.get("place") else "InvalidRequestError"
     assert answer.kind == kind and reason in answer.message
     desk.service.disconnect(0, died=True)
-    assert desk.used == 0 and not desk.service._blocks and not desk.service._place_refs
+    assert desk.used == 0 and not desk.service.table.blocks and not desk.service.table.references
     assert desk.ask(1, wire.ListIds("p")).value == []
 
 
@@ -631,7 +631,7 @@ def test_a_restore_that_makes_no_sense_is_refused_and_changes_nothing(desk: Desk
     assert desk.ask(0, wire.ListIds("p")).value == ["a"]
     desk.ask(0, wire.Unreserve(place.number))
     desk.ask(0, wire.Clear("p", None))
-    assert desk.used == 0 and not desk.service._place_refs
+    assert desk.used == 0 and not desk.service.table.references
 
 
 # Everything at once
@@ -765,16 +765,16 @@ class ServiceMachine(RuleBasedStateMachine):
         service, arena = self.desk.service, self.desk.host.arena
         held = [place for client in service._clients.values() for place in client.reserved.values()]
         spares = [client.spare for client in service._clients.values() if client.spare is not None]
-        committed = sum(self._held_bytes(place) for place in service._places.values())
+        committed = sum(self._held_bytes(place) for place in service.table.places.values())
         assert arena.used == sum(e.size for e in [*held, *spares]) + committed
         assert {e.number for e in held} == {e.number for mine in self.reserved.values() for e in mine}
-        references = [home for home, _, _ in service._blocks.values()]
+        references = [home for home, _, _ in service.table.blocks.values()]
         leases = [lease for client in service._clients.values() for lease in client.leases.values()]
         counted = Counter([*references, *itertools.chain.from_iterable(leases)])
-        assert service._place_refs == counted
-        assert service._places.keys() == counted.keys()
+        assert service.table.references == counted
+        assert service.table.places.keys() == counted.keys()
         parked = {block for put in service.state._waiting_puts for block in put.blocks.values()}
-        assert service._blocks.keys() == service.state.blocks().keys() | parked
+        assert service.table.blocks.keys() == service.state.blocks().keys() | parked
 
     def _held_bytes(self, place: Place) -> int:
         """What a place still has: the pages of rows that a sample or a reader needs."""
@@ -790,8 +790,10 @@ class ServiceMachine(RuleBasedStateMachine):
             for row in range(len(put.ids))
         }
         # Without a block, only a reader needs it, and that has been told of what was there when it came.
-        needed = np.full(place.size, any(home == place.number for home, _, _ in service._blocks.values()))
-        for block, (home, start, layout) in service._blocks.items():
+        needed = np.full(
+            place.size, any(home == place.number for home, _, _ in service.table.blocks.values())
+        )
+        for block, (home, start, layout) in service.table.blocks.items():
             if home == place.number:
                 size = layout.values_nbytes // layout.rows
                 for row in range(layout.rows):
@@ -823,7 +825,7 @@ class ServiceMachine(RuleBasedStateMachine):
         service.connect(99)
         self.desk.ask(99, wire.Clear("p", None))
         assert self.desk.used == 0
-        assert not service._blocks and not service._places and not service._place_refs
+        assert not service.table.blocks and not service.table.places and not service.table.references
         service.now += 2 * IDLE_SEGMENT_S
         service.storage.tidy(service.now)
         assert not self.desk.host.segments

@@ -172,7 +172,7 @@ def picture(service: ControlService) -> dict[str, Any]:
         for numbers in held.leases.values():
             for number in numbers:
                 leased[number] = leased.get(number, 0) + 1
-    references = {number: count - leased.get(number, 0) for number, count in service._place_refs.items()}
+    references = {number: count - leased.get(number, 0) for number, count in service.table.references.items()}
     return {
         "partitions": {name: partition_picture(p) for name, p in service.state.partitions.items()},
         "live": service.state.live,
@@ -183,8 +183,8 @@ def picture(service: ControlService) -> dict[str, Any]:
         ],
         "lines": [line_picture(service._waiting_reservations), line_picture(service.state._waiting_puts)],
         "unanswered": sorted(service._unanswered),
-        "blocks": dict(service._blocks),
-        "places": {n: service._places[n] for n, count in references.items() if count},
+        "blocks": dict(service.table.blocks),
+        "places": {n: service.table.places[n] for n, count in references.items() if count},
         "references": {n: count for n, count in references.items() if count},
         "clients": {
             client: (dict(held.reserved), held.spare, dict(held.answers), list(held.abandoned))
