@@ -11,7 +11,8 @@ partition.py   one partition: registering, writing, removing, and the parts that
   looking.py        questions that change nothing
 queues.py      samples that are ready for a task, in the order in which they became ready
 groups.py      the same for whole GRPO groups
-ordered.py     the same in another order
+ordered.py     groups in another order
+ordered_rows.py  samples in another order
 flow.py        what a partition remembers for its flow policy
 steps.py       batches that data-parallel ranks share
 tag_index.py   rows by the value of a tag, for tags that are asked for

@@ -12,6 +12,7 @@ from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue
 from rlplane.control.ordered import OrderedQueue
+from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.control.queues import ReadyQueue, RowQueue
 from rlplane.control.requests import NOBODY, Claim
@@ -140,8 +141,10 @@ class Cursors:
         """A queue of what is ready, which the task does not keep."""
         queue: ReadyQueue
         table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
-        if order is not None:
+        if order is not None and size:
             queue = OrderedQueue(table, size, order, sizes, task.kept)
+        elif order is not None:
+            queue = OrderedRowQueue(table, order)
         elif size:
             queue = GroupQueue(table, size, sizes, task.kept)
         else:

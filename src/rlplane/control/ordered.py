@@ -1,4 +1,7 @@
-"""A queue that is not first come, first served: the same samples and groups, by a key."""
+"""A queue of whole groups that is not first come, first served: the same groups, by a key.
+
+:mod:`rlplane.control.ordered_rows` does it for samples that come one by one.
+"""
 
 from __future__ import annotations
 
@@ -84,17 +87,17 @@ class _Line:
 
 
 class OrderedQueue(GroupQueue):
-    """Samples, or whole groups, in another order than that in which they became ready."""
+    """Whole groups in another order than that in which they became ready."""
 
     def __init__(
         self,
         table: RowTable,
-        group_size: int | None,
+        group_size: int,
         order: Order,
         sizes: Mapping[str, int],
         kept: Mapping[str, int],
     ) -> None:
-        super().__init__(table, group_size or 1, sizes, kept)
+        super().__init__(table, group_size, sizes, kept)
         self._line = self._groups = _Line(order, table)  # type: ignore[assignment]
 
     def offer(self, rows: Rows) -> None:

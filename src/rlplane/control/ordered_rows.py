@@ -1,0 +1,281 @@
+"""A queue of samples, one by one, that is not first come, first served: rows by a number.
+
+Rows are kept in sorted *runs*. Some of the first rows are the *front*, from which a claim takes a slice. What
+comes is sorted by itself and becomes a run, or goes into the front where it belongs. Runs of about equal
+length are merged, so there are few of them, and a row is moved O(log n) times; numpy does all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlplane.control.fields import grown
+from rlplane.control.policies import Order
+from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
+
+__all__ = ["OrderedRowQueue"]
+
+_PIECE, _LARGEST_PIECE = 256, 4096
+_FRONT = 8192
+# Merging two runs of this length takes some ten milliseconds, in which nobody else is served.
+_LONGEST_MERGED = 1 << 18
+
+
+class _Run(NamedTuple):
+    """Entries in the order of their keys, and of equal ones in the order of their numbers. An entry is out of
+    date if another stamp is known for its row."""
+
+    keys: NDArray[np.float64]
+    numbers: NDArray[np.int64]
+    stamps: NDArray[np.int64]
+    rows: Rows
+
+    @classmethod
+    def merged(cls, runs: list[Self]) -> Self:
+        """The entries of several runs, or of such as are not in order, in order."""
+        if len(runs) == 1:
+            keys, numbers, stamps, rows = runs[0]
+        else:
+            keys, numbers, stamps, rows = map(np.concatenate, zip(*runs, strict=True))
+        if _are_in_order(keys, numbers):
+            return cls(keys, numbers, stamps, rows)
+        order = np.argsort(keys, kind="stable")
+        if not _are_in_order(keys[order], numbers[order]):
+            order = np.lexsort((numbers, keys))
+        return cls(keys[order], numbers[order], stamps[order], rows[order])
+
+    def cut(self, start: int, end: int | None = None) -> Self:
+        """The entries from ``start`` to ``end``; nothing is copied."""
+        return type(self)(*(column[start:end] for column in self))
+
+    def chosen(self, which: NDArray[np.bool_]) -> Self:
+        """Some of the entries."""
+        return type(self)(*(column[which] for column in self))
+
+    def place_of(self, key: float, number: int) -> int:
+        """How many entries come before one with this key and number."""
+        first, last = np.searchsorted(self.keys, key, "left"), np.searchsorted(self.keys, key, "right")
+        return int(first + np.searchsorted(self.numbers[first:last], number))
+
+
+_NOTHING = _Run(np.empty(0), *(np.empty(0, np.int64) for _ in range(3)))
+
+
+def _are_in_order(keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> bool:
+    later, earlier = keys[1:], keys[:-1]
+    ascends = later > earlier
+    if ascends.all():
+        return True
+    return bool((ascends | ((later == earlier) & (numbers[1:] > numbers[:-1]))).all())
+
+
+class OrderedRowQueue(ReadyQueue):
+    """Samples in another order than that in which they became ready.
+
+    Of samples with equal keys the first comes first, or for ``lifo``, where all are equal, the last. One
+    whose key has changed comes where it would have come with that key from the beginning.
+    """
+
+    def __init__(self, table: RowTable, order: Order) -> None:
+        super().__init__(table)
+        self._order = order
+        self._newest_first = order.kind == "lifo"
+        self._queued = np.zeros(table.size, bool)
+        self._key = np.zeros(table.size, np.float64)
+        self._number = np.zeros(table.size, np.int64)
+        self._stamp = np.zeros(table.size, np.int64)
+        self._front = _NOTHING
+        self._runs: list[_Run] = []  # none of their entries comes before one of the front
+        self._count = 0
+        self._stamps = 0
+
+    def grow(self, size: int) -> None:
+        self._queued = grown(self._queued, size, False)
+        self._key, self._number = grown(self._key, size, 0), grown(self._number, size, 0)
+        self._stamp = grown(self._stamp, size, 0)
+
+    def offer(self, rows: Rows) -> None:
+        known = self._queued[rows]
+        if known.any():
+            self._move(rows[known])
+            rows = rows[~known]
+        if len(rows):
+            numbers = np.arange(self._count + 1, self._count + 1 + len(rows))
+            self._add(rows, -numbers if self._newest_first else numbers)
+
+    def restore(self, rows: Rows) -> None:
+        if len(rows):
+            # The first of them comes before everything else that has its key.
+            self._add(rows, np.arange(-self._count - len(rows), -self._count))
+
+    def _add(self, rows: Rows, numbers: NDArray[np.int64]) -> None:
+        self._count += len(rows)
+        self._queued[rows] = True
+        self.ready += len(rows)
+        self._number[rows] = numbers
+        self._push(rows, self._keys(rows), numbers)
+        self._note_added(rows)
+
+    def _move(self, rows: Rows) -> None:
+        """Look at the keys again: the tags that they are made of may have changed."""
+        if not self._newest_first:
+            keys = self._keys(rows)
+            moved = keys != self._key[rows]
+            if moved.any():
+                rows = rows[moved]
+                self._push(rows, keys[moved], self._number[rows])
+
+    def _keys(self, rows: Rows) -> NDArray[np.float64]:
+        if self._newest_first:
+            return self._number[rows].astype(np.float64)
+        return self._order.keys(self._table.ids[rows].tolist(), self._table.tags[rows].tolist())
+
+    def _push(self, rows: Rows, keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> None:
+        stamps = np.arange(self._stamps, self._stamps + len(rows))
+        self._stamps += len(rows)
+        self._stamp[rows], self._key[rows] = stamps, keys
+        run = _Run.merged([_Run(keys, numbers, stamps, rows)])
+        if len(self._front.rows):
+            before = run.place_of(self._front.keys[-1], self._front.numbers[-1])
+            if before:
+                self._front = _Run.merged([run.cut(0, before), self._front])
+                run = run.cut(before)
+                if len(self._front.rows) > 4 * _FRONT:
+                    self._add_run(self._front.cut(_FRONT))
+                    self._front = self._front.cut(0, _FRONT)
+        self._add_run(run)
+
+    def _add_run(self, run: _Run) -> None:
+        if not len(run.rows):
+            return
+        self._runs.append(run)
+        while len(self._runs) > 1:
+            last, before = len(self._runs[-1].rows), len(self._runs[-2].rows)
+            if before > 2 * last or before + last > _LONGEST_MERGED:
+                break
+            self._runs[-2:] = [_Run.merged(self._runs[-2:])]
+
+    def _lengthen_front(self, least: int) -> None:
+        """Move the first entries of all runs, mostly at least so many, to the end of the front."""
+        each = max(least, _FRONT) * 2 // len(self._runs) + 1
+        heads = [run.cut(0, each) for run in self._runs]
+        # Of a run that goes on, nothing is known that comes after the end of its head.
+        ends = [
+            (float(head.keys[-1]), int(head.numbers[-1]))
+            for head, run in zip(heads, self._runs, strict=True)
+            if len(run.rows) > each
+        ]
+        if ends:
+            key, number = min(ends)
+            places = [head.place_of(key, number + 1) for head in heads]
+        else:
+            places = [len(head.rows) for head in heads]
+        taken = [head.cut(0, place) for head, place in zip(heads, places, strict=True) if place]
+        self._runs = [
+            run.cut(place) for run, place in zip(self._runs, places, strict=True) if place < len(run.rows)
+        ]
+        first = _Run.merged(taken)
+        self._front = _Run.merged([self._front, first]) if len(self._front.rows) else first
+
+    def discard(self, rows: Rows) -> None:
+        gone = rows[self._queued[rows]]
+        if len(gone):
+            self._note_gone(gone)
+            self._queued[gone] = False
+            self.ready -= len(gone)
+            if self._held > 2 * self.ready + 4096:
+                self._compact()
+
+    @property
+    def _held(self) -> int:
+        return len(self._front.rows) + sum(len(run.rows) for run in self._runs)
+
+    def _compact(self) -> None:
+        self._front = self._front.chosen(self._are_valid(self._front))
+        runs, self._runs = self._runs, []
+        for run in runs:
+            self._add_run(run.chosen(self._are_valid(run)))
+
+    def pop(self, count: int, match: Match | None) -> Rows:
+        taken: list[Rows] = []
+        skipped: list[_Run] = []
+        size = (count if match is None else 4 * count) + _PIECE
+        while count:
+            if not len(self._front.rows):
+                if not self._runs:
+                    break
+                self._lengthen_front(size)
+            piece = self._front.cut(0, size)
+            is_open = self._are_valid(piece)
+            places = np.flatnonzero(is_open)
+            if match is not None:
+                places = places[match(piece.rows[places])]
+            places = places[:count]
+            # Up to the last one that is taken, or to the end of the piece.
+            end = int(places[-1]) + 1 if len(places) == count else len(piece.rows)
+            self._front = self._front.cut(end)
+            if match is not None:
+                is_open[places] = False
+                is_open[end:] = False
+                skipped.append(piece.chosen(is_open))
+            if len(places):
+                taken.append(piece.rows[places])
+                count -= len(places)
+            size = max(size, min(2 * size, _LARGEST_PIECE))
+        if skipped:
+            self._front = _Run.merged([*skipped, self._front])
+        if not taken:
+            return np.empty(0, np.int64)
+        rows = taken[0] if len(taken) == 1 else np.concatenate(taken)
+        self._queued[rows] = False
+        self.ready -= len(rows)
+        self._note_gone(rows)
+        return rows
+
+    def units(self, match: Match | None) -> Iterator[list[int]]:
+        for rows in self._pieces():
+            yield from ([row] for row in (rows if match is None else rows[match(rows)]).tolist())
+
+    def _count_matching(self, enough: int, match: Match) -> int:
+        found = 0
+        for rows in self._pieces():
+            found += int(np.count_nonzero(match(rows)))
+            if found >= enough:
+                break
+        return found
+
+    def _pieces(self) -> Iterator[Rows]:
+        """All rows in order."""
+        size, at = _PIECE, 0
+        while True:
+            if at >= len(self._front.rows):
+                if not self._runs:
+                    return
+                self._lengthen_front(size)
+            piece = self._front.cut(at, at + size)
+            yield piece.rows[self._are_valid(piece)]
+            at += len(piece.rows)
+            size = min(2 * size, _LARGEST_PIECE)
+
+    def withdraw(self, rows: Rows) -> None:
+        self._note_gone(rows[self._queued[rows]])
+
+    def readmit(self, rows: Rows) -> None:
+        self._note_added(rows[self._queued[rows]])
+
+    def candidates(self) -> tuple[Rows, int]:
+        return np.concatenate([self._front.rows, *(run.rows for run in self._runs)]), 1
+
+    def _joined(self, parts: list[Rows]) -> Rows:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _room_in(self, units: Rows, match: Match) -> int:
+        return int(np.count_nonzero(match(units)))
+
+    def _are_valid(self, run: _Run) -> NDArray[np.bool_]:
+        valid: NDArray[np.bool_] = self._queued[run.rows] & (self._stamp[run.rows] == run.stamps)
+        return valid
