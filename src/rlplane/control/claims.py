@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlplane.control.conditions import Look, Matches
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import Rows
-from rlplane.control.flow import FlowState
+from rlplane.control.flow import NO_TICKET, FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
@@ -65,15 +65,23 @@ class Claims:
                 self._cursors.line_up_again(task, rows, claim)
         return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
 
-    def is_limited(self, task: TaskCursor, claim: Claim) -> bool:
-        """Whether a claim has other limits than its batch size, so that ``fit`` has to look."""
-        return (
-            claim.max_tokens is not None
-            or bool(self._groups.sizes)
-            or self._flow_control.gate(task) is not None
-        )
+    def available(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
+        """How many samples, or more than are there, a claim that does not wait may have."""
+        if self._is_limited(task, claim):
+            return self._fit(task, queue, claim)[0]
+        step = self._flow_control.step_of(task)
+        if step is not None and not self._table.spec.group_size:
+            return min(claim.batch_size, self._ready_in_step(task, claim, step))
+        return claim.batch_size
 
-    def fit(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> tuple[int, bool]:
+    def _is_limited(self, task: TaskCursor, claim: Claim) -> bool:
+        """Whether a claim has other limits than its batch size, so that ``_fit`` has to look."""
+        if claim.max_tokens is not None or self._groups.sizes:
+            return True
+        gate = self._flow_control.gate(task)
+        return gate is not None and gate * (self._table.spec.group_size or 1) < claim.batch_size
+
+    def _fit(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> tuple[int, bool]:
         """How many of the next samples fit into the claim's limits, and whether one is used up."""
         count = tokens = 0
         gate = self._flow_control.gate(task)
@@ -86,7 +94,7 @@ class Claims:
                         f"claim of task {claim.task!r} takes batch_size={claim.batch_size}"
                     )
                 return count, True
-            if gate is not None and rows[0] not in self._flow.tickets:
+            if gate is not None and self._flow.tickets[rows[0]] == NO_TICKET:
                 if gate <= 0:
                     return count, count > 0  # with nothing admitted yet, it waits
                 gate -= 1
@@ -164,20 +172,23 @@ class Claims:
             ready = queue.count(claim.batch_size, None, claim)
             if ready >= claim.batch_size:
                 return claim.batch_size
-        elif not self.is_limited(task, claim):
+        elif not self._is_limited(task, claim):
             match = self._match_of(task, claim)
-            # What is of the step changes with the step: it is not remembered.
-            ready = queue.count(claim.batch_size, match, claim if step is None else None)
+            if step is not None and not spec.group_size:
+                ready = self._ready_in_step(task, claim, step)
+            else:
+                # What is of the step changes with the step: it is not remembered.
+                ready = queue.count(claim.batch_size, match, claim if step is None else None)
             if ready >= claim.batch_size:
                 return claim.batch_size
         else:
             match = self._match_of(task, claim)
-            ready, is_full = self.fit(task, queue, claim)
+            ready, is_full = self._fit(task, queue, claim)
             if is_full:
                 return ready
         if step is not None:
-            is_rest = ready and self._flow_control.is_issued(step) and ready == self._remaining(task, match)
-            return ready if is_rest else 0
+            is_rest = ready and self._flow_control.is_issued(step)
+            return ready if is_rest and ready == self._remaining(task, match, step) else 0
         if not ready or not (self._table.written == spec.num_samples or self._has_ended(claim)):
             return 0
         if ready != self._remaining(task, match):
@@ -201,12 +212,20 @@ class Claims:
         left = self._remaining(task, self._matches(claim))
         return left < (claim.dp_world * (self._table.spec.group_size or 1) if claim.step is not None else 1)
 
-    def _remaining(self, task: TaskCursor, match: Match | None) -> int:
-        """How many samples this claim could still get, ready or not, if nothing new is written."""
+    def _ready_in_step(self, task: TaskCursor, claim: Claim, step: int) -> int:
+        """How many samples of a step are ready for a claim, without a look at what is not of the step."""
+        rows = self._flow_control.rows_of_step(step)
+        rows = rows[~task.claimed[rows] & self._table.have(rows, claim.fields)]
+        matches = self._matches(claim)
+        return len(rows) if matches is None else int(np.count_nonzero(matches(rows)))
+
+    def _remaining(self, task: TaskCursor, match: Match | None, step: int | None = None) -> int:
+        """How many samples (of a step) this claim could still get, ready or not, if nothing new is
+        written."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
             return len(table.rows) - task.count
-        unclaimed = table.live_rows(None)
+        unclaimed = table.live_rows(None) if step is None else self._flow_control.rows_of_step(step)
         unclaimed = unclaimed[~task.claimed[unclaimed]]
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
@@ -276,12 +295,13 @@ class Claims:
         step = None if policy is None else self._flow_control.step_of(task)
         if step is None or policy is None:
             return matches
-        tickets, batch = self._flow.tickets, policy.batch
+        flow, batch = self._flow, policy.batch
 
         def of_step(rows: Rows) -> NDArray[np.bool_]:
-            numbers = (tickets.get(row, -1) // batch == step for row in rows.tolist())
-            chosen = np.fromiter(numbers, bool, len(rows))
-            return chosen if matches is None else chosen & matches(rows)
+            chosen: NDArray[np.bool_] = flow.tickets[rows] // batch == step
+            if matches is not None:
+                chosen[chosen] = matches(rows[chosen])
+            return chosen
 
         return of_step
 

@@ -226,7 +226,7 @@ class Cursors:
         task.count -= len(rows)
         spec = self._table.spec
         if spec.flow is not None and task.name == spec.flow.training_task:
-            self._flow.untrain(rows.tolist())
+            self._flow.untrain(rows)
         if spec.group_size:
             self.count_kept(task, rows)
         for (required, _), queue in task.queues.items():

@@ -107,7 +107,7 @@ def dump_state(state: ControlState) -> bytes:
         ]
         ids, tags = table.ids[rows].tolist(), table.tags[rows].tolist()
         born, groups = table.born[rows].tobytes(), table.groups[rows].tolist()
-        flow = partition.flow.saved({row: place for place, row in enumerate(rows.tolist())})
+        flow = partition.flow.saved(rows)
         partitions.append(
             _SavedPartition(
                 table.spec,
@@ -221,7 +221,7 @@ def _restore_partition(
     partition.groups.sizes.update(saved.group_sizes)
     for step in saved.steps:
         partition.claims.steps.add(StepKey(step.task, step.step), step.parts)
-    partition.flow.load(saved.flow, rows.tolist())
+    partition.flow.load(saved.flow, rows)
     for item in saved.columns:
         column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))
         if column.produced:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import Rows
-from rlplane.control.flow import FlowState
+from rlplane.control.flow import NEVER, FlowState
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
 from rlplane.control.samples import NO_ROWS, SampleTable
@@ -41,6 +41,12 @@ class FlowControl:
             return None
         return self._flow.current_step(policy.batch)
 
+    def rows_of_step(self, step: int) -> Rows:
+        """The rows of the prompts that were admitted for a step."""
+        policy = self._table.spec.flow
+        assert policy is not None
+        return self._flow.rows_of_step(step, policy.batch)
+
     def is_issued(self, step: int) -> bool:
         """Whether a step has all the prompts that it will ever have."""
         policy = self._table.spec.flow
@@ -57,18 +63,18 @@ class FlowControl:
         policy = self._table.spec.flow
         if policy is None:
             return
-        numbers = rows.tolist()
         if task.name == policy.admitting_task:
-            if policy.is_gated:
-                prompts: dict[Any, list[int]] = {}
-                for row in numbers:
-                    name = self._table.groups[row] if self._table.spec.group_size else row
-                    prompts.setdefault(name, []).append(row)
-                self._flow.admit(list(prompts.values()))
+            if not policy.is_gated:
+                self._flow.begin(rows)
+            elif not self._table.spec.group_size:
+                self._flow.admit(rows)
             else:
-                self._flow.begun.update(dict.fromkeys(numbers, self._flow.version))
-        if task.name == policy.training_task:
-            self._flow.train(numbers)
+                places: dict[str, int] = {}
+                names = self._table.groups[rows].tolist()
+                prompts = [places.setdefault(name, len(places)) for name in names]
+                self._flow.admit(rows, np.array(prompts, np.int64))
+        if task.name == policy.training_task and self._flow.is_used:
+            self._flow.train(rows)
 
     def stale(self, rows: Sequence[int] | None = None) -> Rows:
         """Of these rows (of all, for None) those that are too old to be trained, with the rest of their
@@ -101,17 +107,18 @@ class FlowControl:
                 vain.append(sample_id)
             elif policy is not None and oldest is not None:
                 version = policy.version_of(self._table.tags[row])
-                version = self._flow.begun.get(row) if version is None else version
+                if version is None and self._flow.begun[row] != NEVER:
+                    version = int(self._flow.begun[row])
                 if version is not None and version < oldest:
                     vain.append(sample_id)
         return vain
 
     def remove(self, rows: Rows) -> None:
         """Samples are gone, and their tickets free if they were not used."""
-        if self._flow.tickets or self._flow.begun:
+        if self._flow.is_used:
             policy = self._table.spec.flow
             reuse = policy is not None and policy.training_task in self._cursors.tasks
-            self._flow.remove(rows.tolist(), reuse=reuse)
+            self._flow.remove(rows, reuse=reuse)
 
     def status(self, ready_to_admit: int) -> dict[str, Any]:
         """What the policy has done so far."""

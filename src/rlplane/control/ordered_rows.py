@@ -50,11 +50,13 @@ class _Run(NamedTuple):
 
     def cut(self, start: int, end: int | None = None) -> Self:
         """The entries from ``start`` to ``end``; nothing is copied."""
-        return type(self)(*(column[start:end] for column in self))
+        keys, numbers, stamps, rows = self
+        return type(self)(keys[start:end], numbers[start:end], stamps[start:end], rows[start:end])
 
     def chosen(self, which: NDArray[np.bool_]) -> Self:
         """Some of the entries."""
-        return type(self)(*(column[which] for column in self))
+        keys, numbers, stamps, rows = self
+        return type(self)(keys[which], numbers[which], stamps[which], rows[which])
 
     def place_of(self, key: float, number: int) -> int:
         """How many entries come before one with this key and number."""

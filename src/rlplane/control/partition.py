@@ -46,7 +46,7 @@ class Partition:
         self.version = version
         self.nbytes = 0
         self.table = SampleTable(spec)
-        self.flow = FlowState()
+        self.flow = FlowState(self.table.size)
         self.groups = GroupMembers(self.table)
         self.cursors = Cursors(self.table, self.groups, self.flow)
         self.looking = Looking(self.table)
@@ -222,6 +222,7 @@ class Partition:
         size = self.table.size
         rows, fresh = self.table.add(put)
         if self.table.size > size:
+            self.flow.grow(self.table.size)
             for task in self.tasks.values():
                 task.grow(self.table.size)
         if len(fresh):

@@ -140,7 +140,6 @@ class ControlState:
             if not behind:
                 effects.answers.extend(partition.claims.answer(task))
         else:
-            count = claim.batch_size
             if claim.step is not None:
                 # Like one that waits, and is answered with nothing instead.
                 task.waiting.append(claim)
@@ -150,8 +149,7 @@ class ControlState:
                     task.waiting.remove(claim)
                     effects.answers.append((claim.token, Batch([], [])))
                 return effects
-            if partition.claims.is_limited(task, claim):
-                count, _ = partition.claims.fit(task, queue, claim)
+            count = partition.claims.available(task, queue, claim)
             task.last = claim
             effects.answers.append((claim.token, partition.claims.claim(task, queue, claim, count)))
             if claim.max_uses > 1:
@@ -226,7 +224,7 @@ class ControlState:
     def advance(self, partition_id: str, version: int) -> Effects:
         """The trainer has published weights: what is too old now is evicted, and the gate opens."""
         partition = self.partition(partition_id)
-        if type(version) is not int or version < partition.flow.version:
+        if type(version) is not int or not partition.flow.version <= version < 2**63:
             raise InvalidRequestError(
                 f"version {version!r} of partition {partition_id!r} is not an integer of at least "
                 f"{partition.flow.version}, which it has now"

@@ -130,7 +130,7 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
 
 
 def test_numbers_beyond_64_bits_come_first_or_last() -> None:
-    tags = [{"v": 10**400}, {"v": 3}, {"v": -(10**400)}, {"v": True}, {"v": "3"}]
+    tags: list[dict[str, Any]] = [{"v": 10**400}, {"v": 3}, {"v": -(10**400)}, {"v": True}, {"v": "3"}]
     keys = Order("priority:v").keys(["a", "b", "c", "d", "e"], tags)
     assert keys.tolist() == [-math.inf, -3, math.inf, -1, math.inf]
 
