@@ -12,15 +12,16 @@ from typing import BinaryIO
 __all__ = ["write_atomically"]
 
 
-def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object], *, mode: int = 0o666) -> None:
     """Write ``content``, or what it writes into the file it is called with, and only then give it the name.
 
-    When this returns, content and name are on the disk. Raises ``OSError`` when the file cannot be written,
-    and whatever ``content`` raises; the former file is untouched then, and the temporary one is gone.
+    ``mode`` is the file's, before the umask. When this returns, content and name are on the disk. Raises
+    ``OSError`` when the file cannot be written, and whatever ``content`` raises; the former file is untouched
+    then, and the temporary one is gone.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             if callable(content):
                 content(file)
             else:

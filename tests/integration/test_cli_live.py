@@ -69,7 +69,13 @@ def test_every_viewer_finds_the_run_at_once_and_its_remains_can_be_read(
     try:
         assert dash.stderr is not None
         address = dash.stderr.readline().split()[1]
-        with httpx.Client(base_url=address, timeout=30, trust_env=False) as page, RunFeed() as feed:
+        base, _, token = address.partition("?token=")
+        assert httpx.get(f"{base}api/view", trust_env=False, timeout=30).status_code == 401
+        bearer = {"authorization": f"Bearer {token}"}
+        with (
+            httpx.Client(base_url=base, headers=bearer, timeout=30, trust_env=False) as page,
+            RunFeed() as feed,
+        ):
             until(lambda: page.get("/api/view").json().get("run"), "the page finding the run")
             until(lambda: feed.latest is not None and feed.latest.total("samples_cleared") > 100, "samples")
             top = json.loads(rlplane("top", "--json").stdout)
@@ -131,7 +137,39 @@ def test_the_aggregator_by_itself_ends_on_sigterm_with_a_final_file(tmp_path: Pa
     assert read_run(tmp_path).run_id == "alone"
 
 
-def test_an_aggregator_that_cannot_start_is_exit_code_3(tmp_path: Path) -> None:
+def test_the_aggregators_metrics_have_a_token_that_is_printed_and_left_for_its_user_alone(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlplane.cli", "aggregate", "--out", str(tmp_path), "--prometheus-port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        address = process.stderr.readline().removeprefix("open ").strip()
+        bare, _, token = address.partition("?token=")
+        file = Path(process.stderr.readline().removeprefix("the token is in ").strip())
+        assert file.read_text() == token and file.stat().st_mode & 0o077 == 0
+        assert httpx.get(bare, trust_env=False, timeout=60).status_code == 401
+        assert "rlplane_up" in httpx.get(address, trust_env=False, timeout=60).text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert token not in process.stderr.read()  # Not in its log.
+        assert not file.exists()
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_an_aggregator_that_cannot_start_is_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLPLANE_TOKEN", " ")
+    done = rlplane("aggregate", "--prometheus-port", "0")
+    assert done.returncode == 3 and "RLPLANE_TOKEN is blank" in done.stderr
     done = rlplane("aggregate", "--events-address", "tcp://0.0.0.0:0")
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr

@@ -61,6 +61,7 @@ class Dash:
                 self.address = found[1]
                 break
         assert self.address, "rlplane dash did not start"
+        self.base, _, self.token = self.address.partition("?token=")
         # The process would wait for ever to write into a pipe that is full and not read.
         self._reader = threading.Thread(target=self.process.stderr.read, daemon=True)
         self._reader.start()
@@ -372,8 +373,9 @@ def test_old_data_is_called_old(page: webdriver.Chrome, publisher: Publisher) ->
 
 
 def test_it_survives_a_server_that_goes_and_comes_back(
-    browser: webdriver.Chrome, publisher: Publisher
+    browser: webdriver.Chrome, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RLPLANE_TOKEN", "the same for both")
     port = str(free_port())
     served = Dash(publisher.server.address, "--port", port)
     browser.get(served.address)
@@ -396,7 +398,8 @@ def test_it_survives_a_server_that_goes_and_comes_back(
 def test_a_token_opens_the_page_and_its_events_and_nothing_else_does(
     browser: webdriver.Chrome, publisher: Publisher
 ) -> None:
-    served = Dash(publisher.server.address, "--port", "0", "--token", "auto")
+    served = Dash(publisher.server.address, "--port", "0")
+    other = Dash(publisher.server.address, "--port", "0")
     try:
         bare = served.address.partition("?")[0]
         assert httpx.get(bare, trust_env=False).status_code == 401
@@ -406,9 +409,35 @@ def test_a_token_opens_the_page_and_its_events_and_nothing_else_does(
         browser.get(served.address)
         until(lambda: text(browser, "#link-text") == "live", "the page going live")
         assert browser.current_url == bare
+        # A second page on this machine has a cookie of its own, and leaves the first one's alone.
+        browser.get(other.address)
+        until(lambda: text(browser, "#link-text") == "live", "the other page going live")
+        browser.get(bare)
+        until(lambda: text(browser, "#link-text") == "live", "the page going live again")
+    finally:
+        served.stop()
+        other.stop()
+        browser.get("about:blank")
+
+
+def test_the_browser_that_is_opened_gets_the_token_by_a_file_and_not_by_its_command_line(
+    browser: webdriver.Chrome, publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = tmp_path / "opened"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("BROWSER", f"{sys.executable} -c \"open('{opened}', 'w').write('%s')\"")
+    served = Dash(publisher.server.address, "--port", "0", "--open")
+    try:
+        until(lambda: opened.exists() and opened.read_text(), "the browser being opened")
+        address = opened.read_text()
+        assert "token" not in address
+        assert Path(address.removeprefix("file://")).stat().st_mode & 0o077 == 0
+        browser.get(address)
+        until(lambda: "live" in browser.page_source and text(browser, "#link-text") == "live", "the page")
     finally:
         served.stop()
         browser.get("about:blank")
+    assert not list(tmp_path.glob("rlplane/*.html"))
 
 
 def test_at_the_end_the_report_is_one_link_away(browser: webdriver.Chrome, tmp_path: Path) -> None:
@@ -425,7 +454,8 @@ def test_at_the_end_the_report_is_one_link_away(browser: webdriver.Chrome, tmp_p
             browser.get(str(one(browser, "#report").get_attribute("href")))
             assert "Run the end: COMPLETE" in one(browser, "body").text
             saved = tmp_path / "report.html"
-            saved.write_text(httpx.get(browser.current_url, trust_env=False).text)
+            token = {"token": served.token}
+            saved.write_text(httpx.get(browser.current_url, params=token, trust_env=False).text)
             browser.get(saved.as_uri())
             assert "Run the end: COMPLETE" in one(browser, "body").text
         finally:
@@ -454,7 +484,8 @@ def test_a_finished_run_of_this_machine_stands_beside_the_live_one(
         figures = {name: values for name, *values in rows(browser, "#beside")}
         assert figures["state"] == ["LIVE", "COMPLETE"]
         assert figures["share of a training step in the plane"] == ["40%", "40%"]
-        report = httpx.get(f"{served.address}report/yesterday.html", trust_env=False)
+        token = {"token": served.token}
+        report = httpx.get(f"{served.base}report/yesterday.html", params=token, trust_env=False)
         assert report.status_code == 200 and "Run yesterday: COMPLETE" in report.text
     finally:
         served.stop()

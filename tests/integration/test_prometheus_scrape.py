@@ -1,5 +1,6 @@
 """Prometheus on a real run: the aggregator's own port, and what the dashboard and the rules ask for."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -16,39 +18,90 @@ from prometheus_client.parser import text_string_to_metric_families
 from rlplane.web.app import listen
 
 RUN = Path(__file__).with_name("viewed_run.py")
+DOCS = Path(__file__).parents[2] / "docs" / "dashboards.md"
 DASHBOARDS = Path(__file__).parents[2] / "dashboards" / "grafana"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 
 
+class Run(NamedTuple):
+    """A run that has moved some samples: its address, the file with its token, and what it answers."""
+
+    address: str
+    token_file: Path
+    exposition: str
+
+
 @pytest.fixture
-def scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The exposition of a run that has moved some samples."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("RLPLANE_METRICS_ADDRESS", raising=False)
-    with listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, str(RUN), str(tmp_path / "run"), str(port)],
+        [sys.executable, str(RUN), str(tmp_path / "run"), "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        assert process.stdout.readline(), "the run did not start"
-        deadline = time.monotonic() + 60
+        _, address, token_file = process.stdout.readline().split()
+        assert httpx.get(address, trust_env=False, timeout=30).status_code == 401
+        bearer = {"authorization": f"Bearer {Path(token_file).read_text()}"}
+        deadline = time.monotonic() + 120
         while True:
-            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=30).text
+            answer = httpx.get(address, headers=bearer, trust_env=False, timeout=30).text
             cleared = re.search(r"^rlplane_samples_cleared_total\S* (\S+)$", answer, re.MULTILINE)
             if cleared is not None and float(cleared[1]) > 100 and "rlplane_task_ready_samples{" in answer:
                 break
             assert time.monotonic() < deadline, answer
             time.sleep(0.1)
-        yield answer
+        yield Run(address, Path(token_file), answer)
     finally:
         process.stdin.close()
         assert process.wait(60) == 0
         process.stdout.close()
+
+
+@pytest.fixture
+def scrape(run: Run) -> str:
+    return run.exposition
+
+
+def test_prometheus_scrapes_it_with_the_config_that_the_docs_show(run: Run, tmp_path: Path) -> None:
+    prometheus = shutil.which("prometheus")
+    assert prometheus, "prometheus is missing: it is in Debian's package prometheus"
+    config = re.findall(r"```yaml\n(scrape_configs:.*?)```", DOCS.read_text(), re.DOTALL)[0]
+    for shown, real in (
+        ("/etc/prometheus/rlplane.token", str(run.token_file)),
+        ("127.0.0.1:9464", run.address.split("/")[2]),
+        ("5s", "1s"),
+    ):
+        assert shown in config
+        config = config.replace(shown, real)
+    (tmp_path / "prometheus.yml").write_text(config)
+    with listen("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    command = [
+        prometheus,
+        f"--config.file={tmp_path}/prometheus.yml",
+        f"--storage.tsdb.path={tmp_path}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (tmp_path / "log").open("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                found = httpx.get(
+                    f"http://127.0.0.1:{port}/api/v1/query", params={"query": "rlplane_up"}, trust_env=False
+                ).json()["data"]["result"]
+                if found and found[0]["value"][1] == "1":
+                    break
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def test_a_real_run_has_every_metric_that_the_dashboard_and_the_rules_name(scrape: str) -> None:

@@ -28,7 +28,7 @@ def main(out_dir: str, prometheus_port: int | None) -> None:
         client.register_partition("rollouts", ["tokens"], 1_000_000, ["reward", "train"])
         with contextlib.suppress(KeyError):
             client.get_samples(["nobody"], "rollouts", ["tokens"])
-        print(aggregator.run_id, aggregator.snapshot_address, flush=True)
+        print(aggregator.run_id, aggregator.metrics_address, aggregator.token_file, flush=True)
         end = threading.Event()
 
         def produce() -> None:

@@ -2,13 +2,17 @@
 
 import json
 import re
+import select
 import shutil
+import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,11 +20,13 @@ from tests.simulated_run import SimulatedRun, series_of
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.metrics.snapshot import CounterStat, MetricsSnapshot, SessionState
+from rlplane.sinks.metrics_http import MetricsHttpServer
 from rlplane.sinks.prometheus import render, start_http
 
 DASHBOARDS = Path(__file__).parents[2] / "dashboards" / "grafana"
 RULES = DASHBOARDS / "rlplane-alerts.yml"
 PROMTOOL = shutil.which("promtool")
+OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 _NAME = re.compile(r"\brlplane_[a-z_]+")
 
 
@@ -162,15 +168,100 @@ def test_openmetrics_is_given_to_whoever_asks_for_it(snapshot: MetricsSnapshot) 
 def test_it_is_served_on_loopback_until_it_is_closed(snapshot: MetricsSnapshot) -> None:
     server = start_http(0, lambda: snapshot)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
-            assert b"rlplane_operations_total" in answer.read()
+        answer = httpx.get(server.address, trust_env=False, timeout=60)
+        assert answer.status_code == 200 and "rlplane_operations_total" in answer.text
+        assert "openmetrics" in httpx.get(server.address, headers=OPENMETRICS).headers["content-type"]
+        head = httpx.head(server.address, trust_env=False, timeout=60)
+        assert int(head.headers["content-length"]) > 1000 and not head.content
+        assert httpx.get(server.address.removesuffix("metrics"), trust_env=False).status_code == 404
+        assert httpx.post(server.address, trust_env=False).status_code == 405
         with pytest.raises(PlaneConnectionError, match=f"cannot serve metrics on 127.0.0.1:{server.port}"):
             start_http(server.port, lambda: snapshot)
     finally:
         server.close()
         server.close()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+    with pytest.raises(httpx.ConnectError, match="refused"):
+        httpx.get(server.address, trust_env=False)
+
+
+def test_with_a_token_it_is_served_to_those_who_have_it(snapshot: MetricsSnapshot) -> None:
+    token = "t0ken-of-a-scraper"
+    server = start_http(0, lambda: snapshot, token)
+    with closing(server), httpx.Client(trust_env=False, timeout=60) as client:
+        for wrong in ({}, {"authorization": "Bearer wrong"}, {"cookie": "rlplane_token=wrong"}):
+            answer = client.get(server.address, headers=wrong)
+            assert answer.status_code == 401 and "rlplane_" not in answer.text
+        right = {"authorization": f"Bearer {token}"}
+        assert "rlplane_up 1.0" in client.get(server.address, headers=right).text
+        for host in ("evil.example", "10.0.0.7", ""):
+            assert client.get(server.address, headers={**right, "host": host}).status_code == 421
+        visit = client.get(f"{server.address}?token={token}", headers={"accept": "text/html"})
+        assert (visit.status_code, visit.headers["location"]) == (303, "/metrics")
+        assert "rlplane_up 1.0" in client.get(server.address).text  # By the cookie.
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"HELLO\r\n\r\n",
+        b"GET /metrics SPDY/9\r\nHost: localhost\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nno header\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 20_000,
+    ],
+)
+def test_what_is_no_request_is_refused(request_head: bytes) -> None:
+    with closing(start_http(0, lambda: None)) as server, connect(server) as connection:
+        connection.sendall(request_head)
+        assert connection.recv(64).startswith(b"HTTP/1.1 400 Bad Request")
+
+
+def connect(server: MetricsHttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def test_connections_that_ask_for_nothing_are_bounded_in_time_and_number() -> None:
+    def render(accept: str) -> tuple[bytes, str]:
+        return b"figures", "text/plain"
+
+    with closing(MetricsHttpServer(0, render, patience_s=0.2)) as server, connect(server) as silent:
+        silent.sendall(b"GET /metrics HTTP/1.1\r\nHost: loc")
+        assert received(silent) == b""
+    with closing(MetricsHttpServer(0, render, patience_s=600, most_half_open=4)) as server:
+        crowd = [connect(server) for _ in range(12)]
+        assert httpx.get(server.address, trust_env=False, timeout=60).text == "figures"
+        assert [received(connection) for connection in crowd[:8]] == [b""] * 8
+        for connection in crowd:
+            connection.close()
+
+
+def test_an_answer_that_nobody_reads_does_not_hold_a_connection() -> None:
+    large = b"x" * (64 << 20)
+    made = MetricsHttpServer(0, lambda _: (large, "text/plain"), patience_s=0.2)
+    with closing(made) as server, connect(server) as deaf:
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: is_reset(deaf))
+
+
+def received(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+def is_reset(connection: socket.socket) -> bool:
+    """Whether the other side is gone; what it sent before stays unread."""
+    watch = select.poll()
+    watch.register(connection, select.POLLHUP | select.POLLERR)
+    return bool(watch.poll(0))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_every_metric_that_the_dashboard_and_the_rules_name_exists(snapshot: MetricsSnapshot) -> None:

@@ -19,6 +19,8 @@ def aggregate(
     refresh_hz: float = 4.0,
     drain_timeout: float = 30.0,
     prometheus_port: int | None = None,
+    token_file: Path | None = None,
+    no_token: Flag = False,
     allow_remote: Flag = False,
 ) -> int:
     """Collect the events of a run, publish live snapshots, and leave an exact final one.
@@ -42,7 +44,11 @@ def aggregate(
     drain_timeout
         The longest drain at the end, in seconds; 0 for no limit.
     prometheus_port
-        Serve /metrics on this port of 127.0.0.1.
+        Serve /metrics on this port of 127.0.0.1, for whoever has the token.
+    token_file
+        A file with the token for /metrics. Default: RLPLANE_TOKEN, else a new one at each start.
+    no_token
+        Serve /metrics to every process and user of this machine.
     allow_remote
         Permit addresses that other machines can reach.
     """
@@ -56,7 +62,8 @@ def aggregate(
         ("--snapshot-address", snapshot_address),
         ("--jsonl", jsonl),
         ("--prometheus-port", prometheus_port),
+        ("--token-file", token_file),
     ):
         if value is not None:
             arguments += [option, str(value)]
-    return main([*arguments, *(["--allow-remote"] if allow_remote else [])])
+    return main([*arguments, *["--allow-remote"] * allow_remote, *["--no-token"] * no_token])

@@ -34,6 +34,7 @@ RESERVED_VARIABLES: dict[str, str] = {
     "RLPLANE_CONFIG": "the config that the command line uses when it is given none",
     "RLPLANE_DEBUG": "show tracebacks on the command line",
     "RLPLANE_LOG_LEVEL": "how much the command line and the control service log",
+    "RLPLANE_TOKEN": "the token of `rlplane dash` and of the aggregator's /metrics, when no file is given",
 }
 RESERVED_PREFIXES = ("RLPLANE_TEST_", "RLPLANE_BENCH_")
 _SIZES = ("storage_capacity", "num_storage_units", "global_segment_size", "local_buffer_size")

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from rlplane.atomic_file import write_atomically
 from rlplane.errors import DataPlaneError, MissingExtraError
 from rlplane.metrics.discovery import RunInfo, announce, remember, runtime_directory, withdraw
 from rlplane.metrics.event_logger import EventLoggerService, read_event_log
@@ -38,6 +39,7 @@ from rlplane.metrics.run_state import RunState
 from rlplane.metrics.snapshot import MetricsSnapshot, MetricsSnapshotCodec, SessionState
 from rlplane.metrics.values import DEFAULT_MAX_IN_MEMORY
 from rlplane.transport import Pattern, ZmqMessagePublisher, ZmqMessageSubscriber
+from rlplane.transport.gate import TOKEN_VARIABLE, choose_token, with_token
 
 __all__ = ["AggregatorHandle", "MetricsAggregatorService", "main", "new_run_id", "start_aggregator"]
 
@@ -62,6 +64,8 @@ class MetricsAggregatorService:
         jsonl: Write all events to this file.
         parent_pid: End, as INTERRUPTED, when this process is gone.
         prometheus_port: Serve ``/metrics`` on this port of the loopback interface.
+        token: What ``/metrics`` requires; None: nothing.
+        token_file: Where that token is. None: it is left in a file of the runtime directory.
         max_values_in_memory: Raw values kept in memory; more are spilled to disk.
         allow_remote: Permit addresses that other machines can reach.
         linger_s: How long the end waits for slow subscribers to take the final frame.
@@ -84,6 +88,8 @@ class MetricsAggregatorService:
         jsonl: Path | None = None,
         parent_pid: int | None = None,
         prometheus_port: int | None = None,
+        token: str | None = None,
+        token_file: Path | None = None,
         max_values_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         allow_remote: bool = False,
         linger_s: float = 3.0,
@@ -107,6 +113,8 @@ class MetricsAggregatorService:
         self._announced: Path | None = None
         self._n_failed_batches = 0
         self._pidfd = -1
+        self._metrics_address = ""
+        self._token_file, self._keep_token = token_file, token_file is not None
         self._event_logger: EventLoggerService | None = None
         self._context: zmq.Context[Any] = zmq.Context()
         with contextlib.ExitStack() as undo:
@@ -145,7 +153,7 @@ class MetricsAggregatorService:
                     self.run_state.log("warning", f"the events are not recorded: {exc}")
                     logger.warning("cannot write the events to %s: %s", jsonl, exc)
             if prometheus_port is not None:
-                self._start_prometheus(prometheus_port)
+                self._start_prometheus(prometheus_port, token)
             undo.pop_all()
 
     def _prepare_directory(self, out_dir: Path | None) -> Path | None:
@@ -157,7 +165,7 @@ class MetricsAggregatorService:
             logger.warning("the final snapshot will only be published: cannot make %s: %s", out_dir, exc)
         return out_dir / FINAL_SNAPSHOT_NAME
 
-    def _start_prometheus(self, port: int) -> None:
+    def _start_prometheus(self, port: int, token: str | None) -> None:
         try:
             # By name: the collector is built on snapshots, so nothing here may depend on it.
             start_http = importlib.import_module("rlplane.sinks.prometheus").start_http
@@ -167,7 +175,12 @@ class MetricsAggregatorService:
             raise MissingExtraError(
                 f"--prometheus-port needs prometheus_client: pip install 'rlplane[prometheus]' ({exc})"
             ) from exc
-        start_http(port, lambda: self._publisher.latest)
+        server = start_http(port, lambda: self._publisher.latest, token)
+        self._metrics_address = server.address
+        if token is not None and self._token_file is None:
+            # Prometheus reads it at each scrape (credentials_file), so a new one at each start does no harm.
+            self._token_file = runtime_directory() / f"metrics-{server.port}.token"
+            write_atomically(self._token_file, token.encode(), mode=0o600)
 
     @property
     def info(self) -> RunInfo:
@@ -180,6 +193,8 @@ class MetricsAggregatorService:
             started_ns=self._began_ns,
             out_dir=str(self._out_dir.absolute()) if self._out_dir is not None else "",
             plane=self._plane,
+            metrics_address=self._metrics_address,
+            token_file=str(self._token_file.absolute()) if self._token_file is not None else "",
         )
 
     async def run(self, on_ready: Callable[[RunInfo], None] | None = None) -> SessionState:
@@ -324,6 +339,8 @@ class MetricsAggregatorService:
         self._snapshots.close()
         self.run_state.close()
         self._context.term()
+        if self._token_file is not None and not self._keep_token:
+            self._token_file.unlink(missing_ok=True)
         if self._announced is not None:
             withdraw(self._announced)
             if self._out_dir is not None and self.state.is_final:
@@ -368,8 +385,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    token: str | None = None
 
     def on_ready(info: RunInfo) -> None:
+        if info.metrics_address and options.ready_fd is None:
+            # Not through the log: the token is for whoever started this, and for nobody who reads logs.
+            print(f"open {with_token(info.metrics_address, token)}", file=sys.stderr, flush=True)
+            if token is not None:
+                print(f"the token is in {info.token_file}", file=sys.stderr, flush=True)
         _tell(options.ready_fd, msgspec.json.encode(info))
         logger.info(
             "run %s: events at %s, snapshots at %s", info.run_id, info.events_address, info.snapshot_address
@@ -386,6 +409,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jsonl=options.jsonl,
             parent_pid=options.parent_pid,
             prometheus_port=options.prometheus_port,
+            token=token,
+            token_file=options.token_file,
             max_values_in_memory=options.max_values_in_memory,
             allow_remote=options.allow_remote,
             linger_s=options.linger,
@@ -395,6 +420,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return await service.run(on_ready)
 
     try:
+        if options.prometheus_port is not None:
+            token = choose_token(options.token_file, none=options.no_token)
         state = asyncio.run(serve())
     except (DataPlaneError, OSError, ValueError) as exc:
         _tell(options.ready_fd, msgspec.json.encode({"error": str(exc)}))
@@ -435,6 +462,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on with the run whose events are in FILE and DIR")
     add("--parent-pid", type=int, metavar="PID", help="end when this process is gone")
     add("--prometheus-port", type=int, metavar="PORT", help="serve /metrics on 127.0.0.1")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"has the token for /metrics (default: {TOKEN_VARIABLE}, else a new one)",
+    )
+    add("--no-token", action="store_true", help="serve /metrics to every user of this machine")
     add(
         "--max-values-in-memory", type=int, default=DEFAULT_MAX_IN_MEMORY, metavar="N", help=argparse.SUPPRESS
     )

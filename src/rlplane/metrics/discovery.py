@@ -23,7 +23,10 @@ _MOST_REMEMBERED = 100
 
 
 class RunInfo(msgspec.Struct, omit_defaults=True):
-    """A running aggregator; ``plane`` names the plane whose bootstrap client started it, if one did."""
+    """A running aggregator; ``plane`` names the plane whose bootstrap client started it, if one did.
+
+    ``metrics_address`` is where Prometheus finds it, and ``token_file`` has the token for that, if there are.
+    """
 
     run_id: str
     pid: int
@@ -33,6 +36,8 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     out_dir: str = ""
     pid_start: int = 0
     plane: str = ""
+    metrics_address: str = ""
+    token_file: str = ""
 
 
 def runtime_directory() -> Path:
@@ -54,7 +59,7 @@ def announce(info: RunInfo) -> Path:
     """Leave a file that says that this process aggregates a run."""
     info.pid_start = _start_of(info.pid) or 0
     path = runtime_directory() / f"run-{info.pid}.json"
-    write_atomically(path, msgspec.json.encode(info))
+    write_atomically(path, msgspec.json.encode(info), mode=0o600)
     return path
 
 

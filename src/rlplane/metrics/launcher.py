@@ -37,6 +37,8 @@ def start_aggregator(
     drain_timeout_s: float = 30.0,
     jsonl: bool = False,
     prometheus_port: int | None = None,
+    token_file: Path | str | None = None,
+    no_token: bool = False,
     events_address: str | None = None,
     snapshot_address: str | None = None,
     ready_timeout_s: float = 30.0,
@@ -47,9 +49,11 @@ def start_aggregator(
 
     The run is STARTED when this returns. With ``set_environment`` the address is in
     ``RLPLANE_METRICS_ADDRESS`` until :meth:`AggregatorHandle.finish`, for this process and its children.
-    With ``jsonl`` the events go to ``events.jsonl`` in ``out_dir``. With ``resume`` the run whose events and
-    final snapshot are there goes on: what was measured before is part of it. The process ends by itself when
-    this one is gone.
+    With ``jsonl`` the events go to ``events.jsonl`` in ``out_dir``. With ``prometheus_port`` there is
+    ``/metrics`` on this machine, for whoever has the token: that of ``token_file``, else of the environment
+    variable ``RLPLANE_TOKEN``, else a new one; ``no_token`` asks for none. With ``resume`` the run whose
+    events and final snapshot are there goes on: what was measured before is part of it. The process ends by
+    itself when this one is gone.
 
     Raises ``PlaneConnectionError`` with the reason when it does not start in ``ready_timeout_s``.
     """
@@ -60,14 +64,14 @@ def start_aggregator(
         ("--out", directory),
         ("--run-id", run_id),
         ("--prometheus-port", prometheus_port),
+        ("--token-file", token_file),
         ("--events-address", events_address),
         ("--snapshot-address", snapshot_address),
         ("--jsonl", directory / EVENT_LOG_NAME if jsonl and directory is not None else None),
     ):
         if value is not None:
             command += [option, str(value)]
-    if resume:
-        command.append("--resume")
+    command += ["--resume"] * resume + ["--no-token"] * no_token
     read_end, write_end = os.pipe()
     try:
         with _log_file(directory) as log:
@@ -112,7 +116,12 @@ def spawn_aggregator(
 
 
 class AggregatorHandle:
-    """A running aggregator. As a context manager it is finished at the end of the block."""
+    """A running aggregator. As a context manager it is finished at the end of the block.
+
+    Attributes:
+        metrics_address: The URL of ``/metrics``; empty if it is not served.
+        token_file: Where the token for it is; None if it asks for none.
+    """
 
     def __init__(
         self,
@@ -124,6 +133,8 @@ class AggregatorHandle:
         self.run_id = info.run_id
         self.events_address = info.events_address
         self.snapshot_address = info.snapshot_address
+        self.metrics_address = info.metrics_address
+        self.token_file = Path(info.token_file) if info.token_file else None
         self.out_dir = out_dir
         self.process = process
         self.subscriber = MetricsSnapshotSubscriber(info.snapshot_address, run_id=info.run_id)

@@ -7,17 +7,14 @@ a sample id, a worker or a run in a name that is kept per series.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from rlplane.errors import MissingExtraError, PlaneConnectionError
+from rlplane.errors import MissingExtraError
 from rlplane.metrics.snapshot import GRIDS, MetricsSnapshot, SeriesStat, SessionState
+from rlplane.sinks.metrics_http import MetricsHttpServer
 
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-__all__ = ["PrometheusServer", "SnapshotCollector", "render", "start_http"]
+__all__ = ["SnapshotCollector", "render", "start_http"]
 
 GetSnapshot = Callable[[], MetricsSnapshot | None]
 
@@ -272,47 +269,22 @@ def _values(names: Iterable[str], labels: dict[str, str]) -> list[str]:
 
 def render(get_snapshot: GetSnapshot, accept: str = "") -> tuple[bytes, str]:
     """The exposition that a scraper with this Accept header wants, and its content type."""
-    registry, client = _registry(get_snapshot)
+    client = _client()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(SnapshotCollector(get_snapshot))
     encode, content_type = client.exposition.choose_encoder(accept)
     return encode(registry), content_type
 
 
-class PrometheusServer:
-    """A running ``/metrics`` endpoint."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        self.port = int(server.server_port)
-
-    def close(self) -> None:
-        """Stop serving. Idempotent."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-
-def start_http(port: int, get_snapshot: GetSnapshot, host: str = "127.0.0.1") -> PrometheusServer:
-    """Serve ``/metrics`` from a background thread; port 0 picks a free one.
+def start_http(port: int, get_snapshot: GetSnapshot, token: str | None = None) -> MetricsHttpServer:
+    """Serve ``/metrics`` on this machine from a background thread; port 0 picks a free one.
 
     Raises:
         MissingExtraError: ``prometheus_client`` is not installed.
         PlaneConnectionError: The port cannot be had.
     """
-    registry, client = _registry(get_snapshot)
-    try:
-        server, thread = client.start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise PlaneConnectionError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-    return PrometheusServer(server, thread)
-
-
-def _registry(get_snapshot: GetSnapshot) -> tuple[Any, Any]:
-    client = _client()
-    registry = client.CollectorRegistry(auto_describe=False)
-    registry.register(SnapshotCollector(get_snapshot))
-    return registry, client
+    _client()
+    return MetricsHttpServer(port, lambda accept: render(get_snapshot, accept), token)
 
 
 def _client() -> Any:

@@ -2,7 +2,7 @@
 
 Use::
 
-    serve_dashboard(feed, host="127.0.0.1", port=0, token=None, on_ready=print)   # until SIGINT or SIGTERM
+    serve_dashboard(feed, token=choose_token(None), port=0, on_ready=print)   # until SIGINT or SIGTERM
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -28,10 +28,11 @@ from starlette.staticfiles import StaticFiles
 
 from rlplane.errors import ConfigError, MissingExtraError, PlaneConnectionError
 from rlplane.metrics.snapshot import MetricsSnapshot
+from rlplane.transport.gate import Gate, HalfOpenConnections, is_loopback, with_token
 from rlplane.viewing.feed import RunFeed
 from rlplane.viewing.runs import figures_of, finished_runs, read_finished
 from rlplane.web.broadcast import Broadcast
-from rlplane.web.guard import Guard, is_loopback
+from rlplane.web.guard import Guard, GuardedProtocol
 from rlplane.web.view import make_view, status_view
 
 __all__ = ["DEFAULT_PORT", "DashboardServer", "listen", "make_app", "serve_dashboard"]
@@ -51,7 +52,7 @@ def static_directory() -> Path:
     return Path(str(resources.files("rlplane.web") / "static"))
 
 
-def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
+def make_app(feed: RunFeed, gate: Gate) -> Starlette:
     """The application. The caller owns the feed and closes it."""
     broadcast = Broadcast(feed)
     static = static_directory()
@@ -148,7 +149,7 @@ def make_app(feed: RunFeed, token: str | None = None) -> Starlette:
             Route("/favicon.ico", favicon),
             Mount("/static", StaticFiles(directory=static)),
         ],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(Guard, gate=gate)],
         lifespan=lifespan,
     )
     app.state.broadcast = broadcast
@@ -177,21 +178,30 @@ class DashboardServer(uvicorn.Server):
     Args:
         feed: What is shown.
         listening: Where.
-        token: Required from every request.
+        gate: Who may see it.
         on_ready: Called once the page can be opened.
+        half_open: What bounds connections that do not ask for anything.
     """
 
     def __init__(
         self,
         feed: RunFeed,
         listening: socket.socket,
-        token: str | None = None,
+        gate: Gate,
         on_ready: Callable[[], None] = lambda: None,
+        half_open: HalfOpenConnections | None = None,
     ) -> None:
-        app = make_app(feed, token)
+        app = make_app(feed, gate)
+        protocol = partial(GuardedProtocol, half_open or HalfOpenConnections())
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2
+                app,
+                http=cast(type[asyncio.Protocol], protocol),
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=2,
             )
         )
         self._listening = listening
@@ -215,34 +225,32 @@ class DashboardServer(uvicorn.Server):
 def serve_dashboard(
     feed: RunFeed,
     *,
+    token: str | None,
     host: str = "127.0.0.1",
     port: int | None = None,
-    token: str | None = None,
+    names: Sequence[str] = (),
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve the page until SIGINT or SIGTERM.
 
     Args:
         feed: What is shown.
+        token: Required from every request; None: from none.
         host: Where to listen. Anything but this machine needs a token.
         port: Which port; 0 for any free one, None for :data:`DEFAULT_PORT` or the next free one.
-        token: Required from every request.
+        names: Names, beside this machine's own, by which the page may be asked for.
         on_ready: Called with the address once it can be opened; with the token in it, if there is one.
 
     Raises:
-        ConfigError: Another host without a token, or a token that can be guessed.
+        ConfigError: Another host without a token.
         PlaneConnectionError: The port cannot be had.
     """
-    if token is not None and len(token) < 8:
-        raise ConfigError(f"the token has {len(token)} characters; a guess must be hopeless: at least 8")
     if not is_loopback(host) and token is None:
         raise ConfigError(f"listening on {host!r} needs a token: anybody who can reach it would see the run")
     with listen(host, port) as listening:
         shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listening.getsockname()[1]}/"
-        if token is not None:
-            address += f"?token={quote(token)}"
-        DashboardServer(feed, listening, token, lambda: on_ready(address)).run()
+        address = with_token(f"http://{shown}:{listening.getsockname()[1]}/", token)
+        DashboardServer(feed, listening, Gate(token, host, names), lambda: on_ready(address)).run()
 
 
 def listen(host: str, port: int | None) -> socket.socket:

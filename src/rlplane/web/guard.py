@@ -1,29 +1,21 @@
-"""Who may see the page, and what a browser may do with it.
-
-Without a token only this machine can connect, and the Host header has to be this machine's: a web page
-elsewhere that makes its own name resolve to 127.0.0.1 gets nothing. With a token every request has to carry
-it, in a cookie, a bearer header or, for the first visit, in the address: that one is turned into a cookie and
-taken out of the address bar.
-"""
+"""Who may see the page (``rlplane.transport.gate``), and what a browser may do with it."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-from http.cookies import CookieError, SimpleCookie
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlencode
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rlplane.transport.gate import Gate, HalfOpenConnections
 
 if TYPE_CHECKING:
+    import asyncio
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["COOKIE", "Guard", "is_loopback"]
-
-COOKIE = "rlplane_token"
-_COOKIE_AGE_S = 7 * 24 * 3600
+__all__ = ["Guard", "GuardedProtocol"]
 
 _HEADERS = {
     "content-security-policy": (
@@ -38,31 +30,17 @@ _HEADERS = {
 }
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only be this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 class Guard:
-    """ASGI middleware around the whole application.
+    """ASGI middleware around the whole application; nothing but HTTP passes, and that only by the gate."""
 
-    Args:
-        app: What is guarded.
-        token: Required from everybody; None when only this machine can connect.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
-        self._token = token.encode() if token is not None else None
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        if scope["type"] != "http":
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -72,60 +50,44 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        answer = self._refuse(scope)
-        await (answer or self._app)(scope, receive, send_with_headers)
-
-    def _refuse(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if self._token is None:
-            host = _host_name(headers.get("host", ""))
-            if not is_loopback(host):
-                return PlainTextResponse(f"this page is served to localhost, not to {host!r}\n", 421)
-            return None
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        offered = [value for name, value in query if name == "token"]
-        if offered and self._fits(offered[0]):
-            return self._admit(scope, headers, [pair for pair in query if pair[0] != "token"])
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._fits(bearer.strip()):
-            return None
-        if self._fits(_cookie(headers.get("cookie", ""))):
-            return None
-        return PlainTextResponse(
-            "a token is needed: open the address that `rlplane dash` printed, or add ?token=…\n",
-            401,
-            {"www-authenticate": "Bearer"},
+        query = scope["query_string"].decode("latin-1")
+        answer = self._gate.check(scope["method"], scope["path"], query, Headers(scope=scope))
+        respond = (
+            self._app
+            if answer is None
+            else PlainTextResponse(f"{answer.text}\n", answer.status, answer.headers)
         )
-
-    def _admit(self, scope: Scope, headers: Headers, rest: list[tuple[str, str]]) -> Response | None:
-        if scope["method"] != "GET" or "text/html" not in headers.get("accept", ""):
-            return None  # A script asked: it needs no cookie, and may not follow a redirect.
-        # A path that begins with two slashes would be an address on another host.
-        path = "/" + scope["path"].lstrip("/")
-        answer = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
-        assert self._token is not None
-        answer.set_cookie(
-            COOKIE, self._token.hex(), max_age=_COOKIE_AGE_S, httponly=True, samesite="strict", path="/"
-        )
-        return answer
-
-    def _fits(self, offered: str) -> bool:
-        # Bytes, because compare_digest refuses text that is not ASCII. Its time does not depend on where
-        # the two differ.
-        assert self._token is not None
-        return hmac.compare_digest(offered.encode("utf-8", "surrogatepass"), self._token)
+        await respond(scope, receive, send_with_headers)
 
 
-def _host_name(header: str) -> str:
-    if header.startswith("["):
-        return header.partition("]")[0].lstrip("[")
-    return header.partition(":")[0].lower()
+class GuardedProtocol(H11Protocol):
+    """HTTP on one connection, which is closed when it does not send its request in time.
 
+    uvicorn by itself waits for ever for the first request, and for the rest of any.
+    """
 
-def _cookie(header: str) -> str:
-    try:
-        morsel = SimpleCookie(header).get(COOKIE)
-        # In hexadecimal, because a token may have characters that a cookie may not.
-        return bytes.fromhex(morsel.value).decode() if morsel is not None else ""
-    except (CookieError, ValueError):
-        return ""
+    def __init__(self, half_open: HalfOpenConnections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._half_open = half_open
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._half_open.add(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._half_open.remove(self.transport)
+        super().connection_lost(exc)
+
+    def _note(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self._half_open.add(self.transport)
+        else:
+            self._half_open.remove(self.transport)

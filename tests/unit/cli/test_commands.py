@@ -201,8 +201,20 @@ def test_without_a_run_or_a_terminal_top_cannot_start(capsys: pytest.CaptureFixt
 
 
 def test_dash_refuses_another_host_without_a_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["dash", "--host", "0.0.0.0"]) == ExitCode.USAGE
+    assert run(["dash", "--host", "0.0.0.0", "--no-token"]) == ExitCode.USAGE
     assert "needs a token" in capsys.readouterr().err
+
+
+def test_a_token_is_taken_from_no_command_line_and_must_not_be_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["dash", "--token", "correct-horse"]) == ExitCode.USAGE
+    (tmp_path / "token").write_text("\n")
+    assert run(["dash", "--token-file", str(tmp_path / "token")]) == ExitCode.USAGE
+    assert "is blank" in capsys.readouterr().err
+    monkeypatch.setenv("RLPLANE_TOKEN", " ")
+    assert run(["dash"]) == ExitCode.USAGE
+    assert "RLPLANE_TOKEN is blank" in capsys.readouterr().err
 
 
 def test_dash_cannot_start_on_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.simulated_run import SimulatedRun, SnapshotServer
 
 from rlplane.metrics.snapshot import SessionState
+from rlplane.transport.gate import Gate, HalfOpenConnections
 from rlplane.viewing.feed import RunFeed
 from rlplane.web.app import DashboardServer, listen
 
@@ -33,10 +34,12 @@ class Stage:
 
 
 @contextmanager
-def serving(feed: RunFeed, token: str | None) -> Iterator[httpx.Client]:
+def serving(
+    feed: RunFeed, gate: Gate, half_open: HalfOpenConnections | None = None
+) -> Iterator[httpx.Client]:
     with listen("127.0.0.1", 0) as listening:
         ready = threading.Event()
-        server = DashboardServer(feed, listening, token, ready.set)
+        server = DashboardServer(feed, listening, gate, ready.set, half_open)
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -59,7 +62,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
             SimulatedRun([EVIL, "weights"]),
             server,
             feed,
-            lambda token=None: stack.enter_context(serving(feed, token)),
+            lambda gate=None, **options: stack.enter_context(serving(feed, gate or Gate(None), **options)),
         )
 
 

@@ -6,40 +6,40 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlplane.compat.transfer_queue import calls
-from rlplane.errors import DataPlaneError, MissingExtraError, PlaneConnectionError
+from rlplane.errors import DataPlaneError, MissingExtraError
+from rlplane.sinks.metrics_http import MetricsHttpServer
 
 if TYPE_CHECKING:
     from rlplane.compat.transfer_queue.session import Session
 
 __all__ = ["MetricsServer"]
 
-_HOST = "127.0.0.1"
-
 
 class MetricsServer:
-    """Serves ``/metrics`` on this machine; each scrape asks the plane."""
+    """Serves ``/metrics`` on this machine, without a token, as TransferQueue does. Scrapes ask the plane."""
 
     def __init__(self, session: Session, port: int) -> None:
         try:
             import prometheus_client
+            import prometheus_client.exposition
         except ImportError as error:
             raise MissingExtraError(
                 "metrics.enabled needs the package 'prometheus_client', which is not installed:"
                 " pip install 'rlplane[prometheus]'"
             ) from error
         registry = prometheus_client.CollectorRegistry()
-        try:
-            self._server, self._thread = prometheus_client.start_http_server(port, _HOST, registry)
-        except OSError as error:
-            raise PlaneConnectionError(f"cannot serve metrics on {_HOST}:{port}: {error.strerror}") from error
-        self.endpoint = f"{_HOST}:{self._server.server_port}"
         registry.register(_Collector(session))
+
+        def render(accept: str) -> tuple[bytes, str]:
+            encode, content_type = prometheus_client.exposition.choose_encoder(accept)
+            return encode(registry), content_type
+
+        self._server = MetricsHttpServer(port, render)
+        self.endpoint = f"127.0.0.1:{self._server.port}"
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
 
 class _Collector:

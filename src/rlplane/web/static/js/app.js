@@ -237,7 +237,7 @@ class Page {
 
   showBanner(status, state) {
     const lines = [];
-    if (state === "lost") lines.push(["error", "The connection to rlplane dash is lost; trying again. What is shown is old."]);
+    if (state === "lost") lines.push(["error", "The connection to rlplane dash is lost; trying again. What is shown is old. If it was started again, open the address that it printed."]);
     else if (status.state === "stale") lines.push(["error", `Old data: ${status.text}.`]);
     else if (status.state === "searching" || status.state === "waiting") lines.push(["warning", `${status.text[0].toUpperCase()}${status.text.slice(1)}.`]);
     for (const finding of this.view?.health.findings ?? []) lines.push([finding.level, finding.text]);
