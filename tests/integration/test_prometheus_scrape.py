@@ -124,6 +124,10 @@ def test_a_real_run_has_every_metric_that_the_dashboard_and_the_rules_name(scrap
     assert samples["rlplane_samples_claimed_total", None, "train"] > 0
     assert samples["rlplane_sample_claim_delay_seconds_count", None, "train"] > 0
     assert samples["rlplane_sample_staleness_versions_count", None, "train"] > 0
+    assert samples["rlplane_steps_total", None, None] > 0
+    in_plane = samples["rlplane_step_plane_seconds_total", "claim_meta", None]
+    assert 0 < in_plane <= samples["rlplane_step_seconds_total", None, None]
+    assert samples["rlplane_logged_value", None, None] == 0.5
 
 
 def test_promtool_finds_nothing_wrong_with_a_real_scrape(scrape: str) -> None:

@@ -4,6 +4,7 @@ python viewed_run.py OUT_DIR [PROMETHEUS_PORT]
 """
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ def main(out_dir: str, prometheus_port: int | None) -> None:
         with contextlib.suppress(KeyError):
             client.get_samples(["nobody"], "rollouts", ["tokens"])
         print(aggregator.run_id, aggregator.metrics_address, aggregator.token_file, flush=True)
-        end = threading.Event()
+        end, steps = threading.Event(), itertools.count()
 
         def produce() -> None:
             number = 0
@@ -50,6 +51,8 @@ def main(out_dir: str, prometheus_port: int | None) -> None:
                 if clear:
                     time.sleep(0.02)
                     client.clear_samples(meta.sample_ids, "rollouts")
+                    client.log({"reward": 0.5})
+                    client.mark_step(next(steps))
 
         threads = [threading.Thread(target=produce)]
         threads += [

@@ -149,7 +149,7 @@ def test_no_sample_id_and_no_worker_gets_into_a_label(snapshot: MetricsSnapshot)
     text = exposition(snapshot)
     assert all(life.sample_id not in text for life in snapshot.oldest)
     assert all(worker.worker not in text for worker in snapshot.workers)
-    allowed = {"op", "partition", "task", "field", "reason", "state", "le", "run_id", "host"}
+    allowed = {"op", "partition", "task", "field", "reason", "state", "le", "run_id", "host", "name"}
     labels = {label for (_, pairs) in samples(snapshot) for label, _ in pairs}
     assert labels <= allowed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 import uuid
@@ -11,16 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tensordict import TensorDict
 
 import rlplane
 from rlplane.interfaces import DataPlaneConfig
 from rlplane.metrics.events import EventBatch, StepOp, StepRecord
 from rlplane.metrics.run_state import RunState
-from rlplane.metrics.snapshot import MetricsSnapshot, SessionState
+from rlplane.metrics.snapshot import MetricsSnapshot, SessionState, StepStat
 from rlplane.observability import MetricsDataPlaneClient
 from rlplane.report import Report, render_html, render_text
 from rlplane.sinks import Record
+from rlplane.sinks.prometheus import render
 from rlplane.viewing.feed import FeedStatus
 from rlplane.web.view import make_view
 
@@ -192,6 +195,34 @@ def test_the_report_has_the_share_of_the_steps_and_what_was_logged() -> None:
     assert "400 tokens/s" in text and "Logged last: reward 0.2" in text
     page = render_html(report)
     assert "Share of the step in the plane" in page and ">reward<" in page
+
+
+def test_prometheus_has_the_time_of_the_steps_by_operation_and_what_was_logged() -> None:
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(render(a_run)[0].decode())
+        for sample in family.samples
+        if sample.name.startswith(("rlplane_step", "rlplane_logged"))
+    }
+    assert found == {
+        ("rlplane_steps_total",): 2,
+        ("rlplane_step_seconds_total",): 20,
+        ("rlplane_step_tokens_total",): 8000,
+        ("rlplane_step_number",): 2,
+        ("rlplane_step_operations_total", "claim_meta"): 4,
+        ("rlplane_step_plane_seconds_total", "claim_meta"): 8,
+        ("rlplane_step_waiting_seconds_total", "claim_meta"): 6,
+        ("rlplane_step_round_trips_seconds_total", "claim_meta"): 1.5,
+        ("rlplane_step_bytes_seconds_total", "claim_meta"): 0.5,
+        ("rlplane_logged_value", "reward"): 0.2,
+    }
+
+
+def test_of_many_names_that_are_logged_prometheus_has_the_newest() -> None:
+    run = a_run()
+    run.steps = [StepStat(None, 0.0, scalars={f"at step {number}": 1.0}) for number in range(1000)]
+    names = re.findall(r'rlplane_logged_value{name="at step (\d+)"}', render(lambda: run)[0].decode())
+    assert sorted(map(int, names)) == list(range(800, 1000))
 
 
 def test_the_page_gets_the_share_of_the_steps_and_what_was_logged() -> None:

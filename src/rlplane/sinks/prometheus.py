@@ -1,8 +1,8 @@
 """The latest snapshot as Prometheus metrics: ``/metrics`` on the aggregator and on ``rlplane dash``.
 
 Nothing is counted here: each scrape reads one snapshot. Names are ``rlplane_<noun>_<unit>[_total]`` in base
-units. Labels are op, partition, task, field, state, kind and reason, all of which the snapshot bounds; never
-a sample id, a worker or a run in a name that is kept per series.
+units. Labels are op, partition, task, field, state, kind, reason and the names of logged numbers, all of
+which are bounded; never a sample id, a worker or a run in a name that is kept per series.
 """
 
 from __future__ import annotations
@@ -152,6 +152,17 @@ _PEAKS = {
     "bytes_held": ("rlplane_held_peak_bytes", "The most bytes held."),
     "samples_held": ("rlplane_held_peak_samples", "The most samples held."),
 }
+# Of the training steps that were marked, by operation. Each is a sum that only grows; what is left over would
+# not be one, because of rounding.
+_STEP_PARTS = {
+    "count": _Counter("rlplane_step_operations", "Operations in training steps.", ("op",)),
+    "seconds": _Counter("rlplane_step_plane_seconds", "Time of steps in the plane.", ("op",)),
+    "waiting_s": _Counter("rlplane_step_waiting_seconds", "Of it, for samples or room.", ("op",)),
+    "round_trips_s": _Counter("rlplane_step_round_trips_seconds", "Of it, for the service.", ("op",)),
+    "bytes_s": _Counter("rlplane_step_bytes_seconds", "Of it, for moving bytes.", ("op",)),
+}
+# More names than this are not shown: the newest stay.
+_MOST_LOGGED = 200
 _WORKER_STATES = ("alive", "silent", "gone")
 # Of the grid's six steps per decade these three: 28 buckets for times are plenty for a quantile.
 _TIME_STEPS = ("1", "2", "5")  # The first digit of 1, 2.5 and 5.
@@ -180,6 +191,7 @@ class SnapshotCollector:
         yield from self._counters(core, snapshot)
         yield from self._gauges(core, snapshot)
         yield from self._histograms(core, snapshot)
+        yield from self._steps(core, snapshot)
 
     def _run(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
         info = core.InfoMetricFamily("rlplane_run", "The run that is shown.")
@@ -242,6 +254,34 @@ class SnapshotCollector:
                         stat.total * scale,
                     )
             yield family
+
+    def _steps(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
+        totals = snapshot.step_totals
+        for name, text, value in (
+            ("rlplane_steps", "Training steps that were marked.", totals.count),
+            ("rlplane_step_seconds", "Time of training steps.", totals.seconds),
+            ("rlplane_step_tokens", "Tokens of training steps.", totals.tokens),
+        ):
+            yield core.CounterMetricFamily(name, text, value=float(value))
+        for part, counter in _STEP_PARTS.items():
+            family = core.CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
+            for op in totals.ops:
+                family.add_metric([op.op], float(getattr(op, part)))
+            yield family
+        number = core.GaugeMetricFamily("rlplane_step_number", "The number of the last training step.")
+        numbers = [stat.step for stat in snapshot.steps if stat.step is not None]
+        if numbers:
+            number.add_metric([], float(numbers[-1]))
+        yield number
+        logged: dict[str, float] = {}
+        for stat in snapshot.steps:
+            for name, value in stat.scalars.items():
+                logged.pop(name, None)  # So that the newest come last.
+                logged[name] = value
+        family = core.GaugeMetricFamily("rlplane_logged_value", "The last of client.log.", labels=["name"])
+        for name in sorted(list(logged)[-_MOST_LOGGED:]):
+            family.add_metric([name], logged[name])
+        yield family
 
 
 def _buckets(stat: SeriesStat, lowest: float) -> Iterator[tuple[str, float]]:
