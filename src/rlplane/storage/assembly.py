@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import msgspec
@@ -303,7 +304,7 @@ class Assembler:
             name,
             memoryview(block[: layout.values_nbytes].data),
             _offsets(block, layout).tolist(),
-            give or (lambda start, stop, dtype, shape: own(number, start, stop, dtype, shape)),
+            give or partial(own, number),
             allow_pickle=self._allow_pickle,
             path=path,
         )

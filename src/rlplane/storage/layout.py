@@ -28,7 +28,7 @@ from rlplane.storage.copying import Copy, copy_all
 from rlplane.storage.dtypes import HOST, dtype_name
 from rlplane.storage.objects import encode_objects
 from rlplane.storage.places import Layout
-from rlplane.storage.trees import Bulk, pieces_of
+from rlplane.storage.trees import Bulk, Part, address_of, pieces_of
 
 __all__ = ["EncodedColumn", "encode_columns", "fill", "with_offsets_in_layout"]
 
@@ -45,39 +45,29 @@ class EncodedColumn(NamedTuple):
     nbytes: int
     values: Tensor
     offsets: Tensor | None = None
-    parts: Sequence[tuple[int, Tensor]] = ()
-    """The tensors of trees, and where in the block each of them goes; ``values`` are then what is behind
-    them."""
+    parts: Sequence[Part] = ()
+    """The tensors of trees; ``values`` are then what is behind them."""
 
     def copies(self, memory: Tensor, start: int) -> list[Copy]:
         """What has to be copied, so that the block at ``memory[start:]`` holds the column.
 
-        A source that is not contiguous, or conjugate or negative by a mark, is copied at once by torch.
+        What does not lie in memory as it is to be stored is copied at once, by torch.
         """
         _, layout, _, values, offsets, parts = self
         block = memory.data_ptr() + start
         copies: list[Copy] = []
-        for at, part in parts:
-            self._copy(part, memory, start + at, copies)
         if layout.values_nbytes:
-            self._copy(values, memory, start + layout.values_nbytes - values.nbytes, copies)
+            nbytes = values.nbytes
+            parts = [*parts, (layout.values_nbytes - nbytes, nbytes, address_of(values, self.name), values)]
+        for at, nbytes, address, value in parts:
+            if address:
+                copies.append((block + at, address, nbytes))
+            else:
+                target = memory[start + at : start + at + nbytes].view(value.dtype).view(value.shape)
+                target.copy_(value.detach())
         if offsets is not None:
             copies.append((block + layout.offsets_at, offsets.data_ptr(), 8 * (layout.rows + 1)))
         return copies
-
-    def _copy(self, source: Tensor, memory: Tensor, start: int, copies: list[Copy]) -> None:
-        size = source.nbytes
-        if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-            address = source.data_ptr()
-            if not address and size:
-                kind = type(source).__name__
-                raise InvalidRequestError(
-                    f"field {self.name!r} is a {kind} without memory of its own; give a plain tensor"
-                )
-            copies.append((memory.data_ptr() + start, address, size))
-        else:
-            target = memory[start : start + size].view(source.dtype).view(source.shape)
-            target.copy_(source.detach())
 
 
 def encode_columns(

@@ -130,22 +130,24 @@ def _sealed(value: Any, where: str, allow_pickle: bool, bulk: _Bulk | None = Non
     if kind is list or kind is tuple:
         return [_sealed(item, where, allow_pickle, bulk) for item in value]
     if kind is dict:
-        if all(type(key) is str and _is_encodable(key) for key in value):
-            return {key: _sealed(item, where, allow_pickle, bulk) for key, item in value.items()}
+        sealed = {}
+        for key, item in value.items():
+            if type(key) is not str or not _is_encodable(key):
+                break
+            sealed[key] = _sealed(item, where, allow_pickle, bulk)
+        else:
+            return sealed
+    elif bulk is not None and kind is not np.ndarray and (kept := bulk(value)) is not None:
+        return kept
     elif isinstance(value, np.generic) and value.dtype.kind in "biufSU" and type(value.item()) in _ATOMS:
         # Not dates, which would come back as numbers, nor long doubles, which Python does not have.
         return _sealed(value.item(), where, allow_pickle)
     elif kind is np.ndarray and value.dtype.kind in "biufcSU":
-        kept = None if bulk is None else bulk(value)
-        if kept is not None:
+        if bulk is not None and (kept := bulk(value)) is not None:
             return kept
         # dtype.str says the byte order too, so that big-endian arrays come back right.
         header = _encoder.encode((value.dtype.str, value.shape))
         return Ext(_ARRAY, len(header).to_bytes(4, "little") + header + np.ascontiguousarray(value).tobytes())
-    elif bulk is not None:
-        kept = bulk(value)
-        if kept is not None:
-            return kept
     if allow_pickle:
         try:
             return Ext(_PICKLE, pickle.dumps(value, protocol=5))

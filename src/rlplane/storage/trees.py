@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from rlplane.storage.dtypes import DTYPES, HOST, dtype_name
 from rlplane.storage.objects import open_ext
 from rlplane.storage.places import ALIGN, Layout
 
-__all__ = ["Bulk", "Own", "Pieces", "TreeReader", "pieces_in", "pieces_of"]
+__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_in", "pieces_of"]
 
 # Smaller arrays are not worth a reference.
 _WORTH_BULK = 4096
@@ -33,6 +33,10 @@ _encoder = msgspec.msgpack.Encoder()
 _references = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int, int])
 # A row of Layout.pieces: a row, the number of a leaf, and the bytes that it refers to.
 _PIECE = np.dtype([("row", np.int64), ("leaf", np.int64), ("begin", np.int64), ("end", np.int64)])
+
+Part: TypeAlias = tuple[int, int, int, Tensor]
+"""A tensor on its way into a block: to which byte of it, how many bytes, its address, and the tensor itself.
+At the address 0 is one that torch has to copy, because its bytes do not lie in memory as they are stored."""
 
 Pieces = NDArray[Any]
 Own = Callable[[int, int, torch.dtype, tuple[int, ...]], Tensor]
@@ -43,8 +47,9 @@ class Bulk:
 
     def __init__(self, field: str) -> None:
         self._field = field
-        self._known: dict[tuple[Any, ...], Ext] = {}
-        self.parts: list[tuple[int, Tensor]] = []
+        # The first tensor at an address, others at the same one by all that tells them apart, and arrays.
+        self._known: dict[Any, tuple[Any, Ext]] = {}
+        self.parts: list[Part] = []
         self.nbytes = 0
         self.used = False
 
@@ -57,51 +62,77 @@ class Bulk:
         return None
 
     def _tensor(self, value: Tensor) -> Ext:
+        # A batch has thousands of these: every question to torch, and every call, is a measurable part of it.
         if value.is_nested:
             raise UnsupportedValueError(
                 f"field {self._field!r} holds a nested tensor inside a row; give a list of tensors"
             )
         name = dtype_name(self._field, value)
-        if value.nbytes and (value.is_meta or not value.data_ptr()):
-            raise InvalidRequestError(
-                f"field {self._field!r} holds a tensor without memory of its own; give a plain tensor"
-            )
-        # The rows hold the values while they are encoded, so an address stands for one of them only.
-        same = (
-            value.device,
-            value.data_ptr(),
-            value.dtype,
-            value.shape,
-            value.stride(),
-            value.is_conj(),
-            value.is_neg(),
-        )
-        found = self._known.get(same)
-        if found is None:
-            # Asked for, because what does nothing still costs microseconds.
-            plain = value.detach() if value.requires_grad else value
-            found = self._add(_TENSOR, name, tuple(value.shape), plain if plain.is_cpu else plain.cpu())
-            if value.nbytes:
-                self._known[same] = found
+        # The rows hold the values while they are encoded, so an address stands for one storage only.
+        key: Any = value.data_ptr()
+        if not key and value.nbytes:
+            _raise_without_memory(value, self._field)
+        known = self._known.get(key)
+        if known is not None:
+            if known[0] is value:
+                return known[1]
+            key = _identity(value)
+            if _identity(known[0]) == key:
+                return known[1]
+            known = self._known.get(key)
+            if known is not None:
+                return known[1]
+        found = self._add(_TENSOR, name, tuple(value.shape), value if value.is_cpu else value.detach().cpu())
+        if value.nbytes:
+            self._known[key] = value, found
         return found
 
     def _array(self, value: NDArray[Any]) -> Ext:
         same = (value.ctypes.data, value.dtype.str, value.shape, value.strides)
-        found = self._known.get(same)
-        if found is None:
+        known = self._known.get(same)
+        if known is None:
             # As bytes, which torch can have for every dtype and every byte order.
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             raw = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-            found = self._known[same] = self._add(_ARRAY, value.dtype.str, value.shape, raw)
-        return found
+            known = self._known[same] = value, self._add(_ARRAY, value.dtype.str, value.shape, raw)
+        return known[1]
 
     def _add(self, code: int, dtype: str, shape: tuple[int, ...], value: Tensor) -> Ext:
         self.used = True
-        at, size = self.nbytes, value.nbytes
-        if size:
-            self.parts.append((at, value))
-            self.nbytes = -(-(at + size) // ALIGN) * ALIGN
-        return Ext(code, _encoder.encode((dtype, shape, at, size)))
+        at, nbytes = self.nbytes, value.nbytes
+        if nbytes:
+            self.parts.append((at, nbytes, address_of(value, self._field), value))
+            self.nbytes = -(-(at + nbytes) // ALIGN) * ALIGN
+        return Ext(code, _encoder.encode((dtype, shape, at, nbytes)))
+
+
+def address_of(value: Tensor, field: str) -> int:
+    """Where the bytes of a tensor of ``field`` lie one behind the other, or 0 if they do not."""
+    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return 0
+    address = value.data_ptr()
+    if not address and value.nbytes:
+        _raise_without_memory(value, field)
+    return address
+
+
+def _raise_without_memory(value: Tensor, field: str) -> NoReturn:
+    raise InvalidRequestError(
+        f"field {field!r} has a {type(value).__name__} without memory of its own; give a plain tensor"
+    )
+
+
+def _identity(value: Tensor) -> tuple[Any, ...]:
+    """What tensors have in common that are one."""
+    return (
+        value.device,
+        value.data_ptr(),
+        value.dtype,
+        value.shape,
+        value.stride(),
+        value.is_conj(),
+        value.is_neg(),
+    )
 
 
 class _Reference(NamedTuple):
@@ -181,9 +212,10 @@ class _Opener:
 
     def _value(self, wanted: _Reference) -> Any:
         # Rows that share a tensor get the same one again, as they had it when they were written.
-        if wanted not in self._read:
-            self._read[wanted] = self._fresh(wanted)
-        return self._read[wanted]
+        found = self._read.get(wanted)
+        if found is None:
+            found = self._read[wanted] = self._fresh(wanted)
+        return found
 
     def _fresh(self, wanted: _Reference) -> Any:
         code, dtype, shape, at, size = wanted

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import threading
 from collections.abc import Sequence
+from ctypes import memmove
 
 import torch
 from torch import Tensor
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.storage.assembly import Bytes
-from rlplane.storage.copying import copy_all
+from rlplane.storage.dtypes import HOST
 from rlplane.storage.layout import EncodedColumn, fill
 from rlplane.storage.leases import ReadLease, detach_all
 from rlplane.storage.places import Located, Place
@@ -99,7 +101,7 @@ class _LeasedPlaces:
     def __init__(self, segments: Segments, located: Located, lease: ReadLease) -> None:
         self._segments, self._located, self._lease = segments, located, lease
         self._shared: dict[int, Bytes] = {}
-        self._private: dict[int, Tensor] = {}
+        self._private: dict[tuple[int, torch.dtype], Tensor] = {}
         self.nbytes = 0
 
     def read(self, block: int) -> Bytes:
@@ -110,19 +112,31 @@ class _LeasedPlaces:
         return shared[start : start + layout.nbytes]
 
     def own(self, block: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        self.nbytes += stop - start
+        size = stop - start
+        self.nbytes += size
         index, at, _ = self._located.blocks[block]
         place = self._located.places[index]
-        if stop - start < _WORTH_MAPPING:
-            copy = torch.empty(shape, dtype=dtype, device="cpu")
+        if size < _WORTH_MAPPING:
+            copy = torch.empty(shape, dtype=dtype, device=HOST)
             number, offset, _ = place.at
             segment = self._segments.whole(number)  # held, or it could be unmapped meanwhile
-            copy_all([(copy.data_ptr(), segment.data_ptr() + offset + at + start, stop - start)])
+            memmove(copy.data_ptr(), segment.data_ptr() + offset + at + start, size)
             return copy
-        private = self._private.get(index)
+        private = self._private.get((index, dtype))
         if private is None:
-            private = self._private[index] = self._segments.private(place, self._lease)
-        return private[at + start : at + stop].view(dtype).view(shape)
+            private = self._private[index, dtype] = self._typed(index, dtype)
+        # One view, because a read of trees makes thousands of them.
+        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        return private.as_strided(shape, strides, (at + start) // dtype.itemsize)
+
+    def _typed(self, index: int, dtype: torch.dtype) -> Tensor:
+        """The reader's own view of a place, as elements of a dtype."""
+        if dtype is torch.uint8:
+            return self._segments.private(self._located.places[index], self._lease)
+        private = self._private.get((index, torch.uint8))
+        if private is None:
+            private = self._private[index, torch.uint8] = self._typed(index, torch.uint8)
+        return private[: private.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def empty(self, nbytes: int) -> Tensor:
         self.nbytes += nbytes
