@@ -8,6 +8,8 @@ The bench of one machine:
     active_participant.py  a participant in a run, with its worker processes
     worker_process.py      a process in which commands run
     worker.py              the commands that one side of a participant takes; they do the timing
+    images.py              rows that are trees: images of different sizes
+    loop_lag.py            how long an event loop stands still beside an asyncio client
     batches.py             the bytes that are written and read, and the check of every read
     cycles.py              put, claim, read and clear in a loop, as many clients run it at once
     forked_clients.py      those clients as processes of one machine

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlplane_benchmarks.images import ImageBatch
 from rlplane_benchmarks.plan import Workload
 
 __all__ = ["Batch", "Columns", "make_batches", "scattered_order", "touch"]
@@ -106,15 +107,18 @@ class Batch:
         return None
 
 
-def make_batches(workloads: Sequence[Workload]) -> dict[str, Batch]:
+def make_batches(workloads: Sequence[Workload]) -> dict[str, Batch | ImageBatch]:
     """The batches of a group. Wide ones are views of one buffer, to save memory.
 
     A stamp of one is therefore seen in the others: writers and readers have to stamp in the same order.
     """
-    batches: dict[str, Batch] = {}
-    words = max((workload.nbytes // 4 for workload in workloads if not workload.ragged), default=0)
-    buffer = torch.arange(words, dtype=torch.int32)
+    batches: dict[str, Batch | ImageBatch] = {}
+    dense = [workload for workload in workloads if not workload.ragged and not workload.is_trees]
+    buffer = torch.arange(max((workload.nbytes // 4 for workload in dense), default=0), dtype=torch.int32)
     for workload in workloads:
+        if workload.is_trees:
+            batches[workload.name] = ImageBatch(workload)
+            continue
         if workload.ragged:
             batches[workload.name] = _grpo(workload)
             continue
@@ -154,7 +158,8 @@ def touch(columns: Columns) -> int:
     """Read every byte, as a user of the batch does: a get without a copy has its page faults here."""
     total = 0
     for value, _ in columns.values():
-        for part in value if isinstance(value, list) else (value,):
+        # Rows may share a tensor.
+        for part in {id(part): part for part in value}.values() if isinstance(value, list) else (value,):
             total += _sum_of_words(part)
     return total
 

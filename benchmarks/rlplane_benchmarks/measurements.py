@@ -25,8 +25,8 @@ class Measurements:
             Series.of(
                 *key,
                 values,
-                unit="cycles/s" if key[0] == "clients" else "s",
-                nbytes=self.sizes.get(key[1], 0) if key[0] == "data" else 0,
+                unit="cycles/s" if key[0] == "clients" else "share" if key[3] == "held" else "s",
+                nbytes=self.sizes.get(key[1], 0) if key[0] in ("data", "images") else 0,
             )
             for key, values in self._values.items()
             if values

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 __all__ = ["Plan", "Workload", "full_plan", "quick_plan", "scaled_clients", "scaled_count"]
 
 MB = 10**6
+_IMAGES = 280  # MB, as many as 512 images of 224 × 196 pixels have
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Workload:
     nbytes: int
     ragged: bool
     repeat: int = 1
+    is_trees: bool = False
+    """Rows that are trees, with an image each."""
+    shared_by: int = 1
+    """How many rows have the same image."""
 
     def scaled(self, scale: float) -> Workload:
         """The same batch with fewer bytes, but at least 64 for every row and field."""
@@ -43,6 +48,12 @@ class Plan:
     pings: int
     wakes: int
     resident: tuple[int, ...]
+    images: tuple[Workload, ...]
+    image_rounds: int
+    lag_tasks: int
+    lag_bytes: int
+    lag_rounds: int
+    lag_seconds: float
     claims: int
     claim_size: int
     clients: tuple[int, ...]
@@ -66,6 +77,12 @@ class Plan:
             pings=scaled_count(self.pings, scale, 20),
             wakes=scaled_count(self.wakes, scale, 5),
             resident=tuple(dict.fromkeys(max(int(n * scale), self.claim_size * 2) for n in self.resident)),
+            images=tuple(workload.scaled(scale) for workload in self.images),
+            image_rounds=scaled_count(self.image_rounds, scale, 2),
+            lag_tasks=scaled_count(self.lag_tasks, scale, 8),
+            lag_bytes=scaled_count(self.lag_bytes, scale, 2**16),
+            lag_rounds=scaled_count(self.lag_rounds, scale, 1),
+            lag_seconds=max(self.lag_seconds * scale, 0.1),
             claims=scaled_count(self.claims, scale, 3),
             clients=scaled_clients(self.clients, scale),
             client_rounds=scaled_count(self.client_rounds, scale, 2),
@@ -100,6 +117,12 @@ def full_plan() -> Plan:
         pings=2000,
         wakes=500,
         resident=(1_000, 10_000, 100_000, 1_000_000),
+        images=_images(),
+        image_rounds=9,
+        lag_tasks=256,
+        lag_bytes=52 * MB,
+        lag_rounds=5,
+        lag_seconds=2.0,
         claims=100,
         claim_size=64,
         clients=(1, 4, 16, 64),
@@ -118,10 +141,39 @@ def quick_plan() -> Plan:
         warm_up=1,
         pings=500,
         wakes=150,
+        image_rounds=5,
+        lag_rounds=2,
+        lag_seconds=1.0,
         claims=40,
         listings=10,
         client_rounds=3,
         client_seconds=0.4,
+    )
+
+
+def _images() -> tuple[Workload, ...]:
+    of = f"{_IMAGES} MB: 64 prompts × 8 rows"
+    nbytes = _IMAGES * MB
+    return (
+        Workload("images", f"Images, {of}, each with its own", 512, 1, nbytes, False, is_trees=True),
+        Workload(
+            "images-shared",
+            f"Images, {of} that share one",
+            512,
+            1,
+            nbytes,
+            False,
+            is_trees=True,
+            shared_by=8,
+        ),
+        Workload(
+            "images-dense",
+            f"The bytes of the images, {_IMAGES} MB, as one dense field",
+            512,
+            1,
+            nbytes,
+            False,
+        ),
     )
 
 

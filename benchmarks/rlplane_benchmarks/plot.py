@@ -43,7 +43,7 @@ def svg_plot(result: BenchResult) -> str:
 
 
 def _shown(result: BenchResult) -> list[Series]:
-    return [series for series in result.series if series.part == "data"]
+    return [series for series in result.series if series.part in ("data", "images")]
 
 
 def _legend(colours: dict[str, str]) -> Iterator[str]:

@@ -65,6 +65,8 @@ def run_bench(
         run.ping()
         run.data(plan.grpo, plan.grpo_rounds)
         run.data(plan.wide, plan.wide_rounds)
+        run.data(plan.images, plan.image_rounds, part="images")
+        run.loop_lag()
         run.listing()
         run.wake()
         run.claims()
@@ -74,7 +76,7 @@ def run_bench(
     progress.done()
     series = run.measured.series()
     machine = describe_machine(torch_version, threads, load_before, os.getloadavg()[0])
-    workloads = {workload.name: workload.title for workload in (*plan.grpo, *plan.wide)}
+    workloads = {workload.name: workload.title for workload in (*plan.grpo, *plan.wide, *plan.images)}
     result = BenchResult(
         schema=SCHEMA,
         schema_version=SCHEMA_VERSION,
@@ -142,18 +144,18 @@ class _Run:
         paused = active.producer.call("ping", max(self._plan.pings // 10, 5), _WAKE_PAUSE_S)
         self.measured.add("ping", "ping", ZMQ, "round trip after a pause", *paused)
 
-    def data(self, workloads: Sequence[Workload], rounds: int) -> None:
+    def data(self, workloads: Sequence[Workload], rounds: int, part: str = "data") -> None:
         """Put, get in order, get in a random order, and clear of whole batches."""
-        for active in self._taking_part("data"):
+        for active in self._taking_part(part):
             self._progress.say(f"{workloads[0].name} …: making the batches of {active.name}")
             self._with(active, self._prepare, workloads)
         warm_up = self._plan.warm_up
         steps = [(number, workload) for number in range(warm_up + rounds) for workload in workloads]
         for at, (number, workload) in enumerate(steps):
-            for active in self._shuffled("data"):
+            for active in self._shuffled(part):
                 self._progress.show(workload.title, at / len(steps), active.name)
-                self._with(active, self._data_round, workload, number, number >= warm_up)
-        for active in self._taking_part("data"):
+                self._with(active, self._data_round, part, workload, number, number >= warm_up)
+        for active in self._taking_part(part):
             self._with(active, ActiveParticipant.forget)
 
     def _prepare(self, active: ActiveParticipant, workloads: Sequence[Workload]) -> None:
@@ -165,13 +167,17 @@ class _Run:
             active.consumer.call("prepare", workloads)
             self.measured.sizes.update(active.producer.receive())
 
-    def _data_round(self, active: ActiveParticipant, workload: Workload, number: int, counts: bool) -> None:
+    def _data_round(
+        self, active: ActiveParticipant, part: str, workload: Workload, number: int, counts: bool
+    ) -> None:
         name = workload.name
         # Ray's references are dropped by the producer; elsewhere the last reader clears.
         clearing = active.producer if active.participant.consumer_is_actor else active.consumer
         for repeat in range(workload.repeat):
             serial = number * workload.repeat + repeat
             found = {"put": active.producer.call("put", name, serial)}
+            if workload.is_trees and "held" in active.participant.parts:
+                found["held"] = active.producer.call("held_share", name)
             for op, scattered in (("get", False), ("scattered", True)):
                 got = active.consumer.call("get", name, serial, scattered)
                 active.reads.add(f"{name}, {op}, round {number}", got["wrong"])
@@ -179,7 +185,23 @@ class _Run:
             found["clear"] = clearing.call("clear", name, serial)
             if counts:
                 for op, seconds in found.items():
-                    self.measured.add("data", name, active.name, op, seconds)
+                    self.measured.add(part, name, active.name, op, seconds)
+
+    def loop_lag(self) -> None:
+        """By how much a task wakes too late whose event loop an asyncio client shares."""
+        plan = self._plan
+        for number in range(plan.lag_rounds):
+            for active in self._shuffled("loop"):
+                self._progress.show("an event loop beside a put", number / plan.lag_rounds, active.name)
+                self._with(active, self._lag_once)
+
+    def _lag_once(self, active: ActiveParticipant) -> None:
+        plan = self._plan
+        for with_client, op in ((False, "without a client"), (True, "beside a put")):
+            lags = active.producer.call(
+                "loop_lag", with_client, plan.lag_tasks, plan.lag_bytes, plan.lag_seconds
+            )
+            self.measured.add("loop", "loop", active.name, op, *lags)
 
     def listing(self) -> None:
         """All keys of a partition with their tags, asked for by another process than wrote them."""

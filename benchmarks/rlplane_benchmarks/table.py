@@ -9,7 +9,7 @@ from rlplane_benchmarks.results import CLUSTER_SCHEMA, BenchResult, Machine, Rat
 
 __all__ = ["format_result", "format_seconds"]
 
-_DATA_OPS = ("put", "get", "get+touch", "get drop", "scattered", "scattered+touch", "clear")
+_DATA_OPS = ("put", "get", "get+touch", "get drop", "scattered", "scattered+touch", "clear", "held")
 _LIMITS = (COPY, COPY_1)
 _UNMEASURED = "–"
 
@@ -24,7 +24,14 @@ def format_result(result: BenchResult) -> str:
     """The whole result: the machine, every part, the checks of the reads, the targets and the notes."""
     blocks = [_head(result)]
     blocks += [_data(result, name, title) for name, title in result.workloads.items()]
-    blocks += [_listing(result), _wake(result), _claims(result), _clients(result), _control(result)]
+    blocks += [
+        _loop_lag(result),
+        _listing(result),
+        _wake(result),
+        _claims(result),
+        _clients(result),
+        _control(result),
+    ]
     blocks += [_checks(result), _targets(result)]
     blocks += [f"Note: {note}" for note in result.notes]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -71,13 +78,14 @@ def _data(result: BenchResult, workload: str, title: str) -> str:
         shown = [op for op in ops if not (name in _LIMITS and op in ("clear", "get drop"))]
         rows.append([name, *(_time(found[op]) if op in shown else _UNMEASURED for op in ops)])
         other = COPY if name == RLPLANE else RLPLANE if name not in _LIMITS else None
-        if other in result.participants:
-            rows.append([f"  ÷ {other}", *(_against(result, workload, found[op], other, op) for op in ops)])
+        ratios = [_against(result, workload, found[op], other, op) for op in ops]
+        if any(ratios):
+            rows.append([f"  ÷ {other}", *ratios])
     return _grid(title, ["", *ops], rows) if rows else ""
 
 
-def _against(result: BenchResult, workload: str, series: Series | None, other: str, op: str) -> str:
-    if other == COPY and op in ("clear", "get drop"):
+def _against(result: BenchResult, workload: str, series: Series | None, other: str | None, op: str) -> str:
+    if other is None or (other == COPY and op in ("clear", "get drop")):
         return ""
     return _quotient(series, result.find(workload, other, op))
 
@@ -95,6 +103,19 @@ def _wake(result: BenchResult) -> str:
     if trip is not None:
         title, head = f"{title}, and bare round trips", [*head, "p50 in round trips", "p99 in round trips"]
     return _grid(title, head, rows) if rows else ""
+
+
+def _loop_lag(result: BenchResult) -> str:
+    title = "By how much a task wakes too late on an event loop where an asyncio client waits and puts"
+    found = [series for series in result.series if series.part == "loop"]
+    rows = [
+        [
+            f"{series.participant}, {series.op}",
+            *map(format_seconds, (series.median, series.p99, max(series.values))),
+        ]
+        for series in found
+    ]
+    return _grid(title, ["", "p50", "p99", "largest"], rows) if rows else ""
 
 
 def _listing(result: BenchResult) -> str:
@@ -159,6 +180,8 @@ def _targets(result: BenchResult) -> str:
 def _time(series: Series | None) -> str:
     if series is None:
         return _UNMEASURED
+    if series.unit == "share":
+        return f"{series.median:.1%}"
     value = format_seconds(series.median) if series.unit == "s" else f"{series.median:,.0f}/s"
     return f"{value} ±{series.spread:.0%}"
 

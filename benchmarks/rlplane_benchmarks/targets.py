@@ -41,8 +41,36 @@ def ratio_between(over: _Key, under: _Key, *, statistic: str = "median") -> _Mea
     return lambda result: _quotient(result.find(*over), result.find(*under), statistic)
 
 
+def throughput_between(over: _Key, under: _Key) -> _Measure:
+    """The quotient of two throughputs."""
+
+    def measure(result: BenchResult) -> _Measured | None:
+        first, second = result.find(*over), result.find(*under)
+        if first is None or second is None:
+            return None
+        found = ratio_of(second, first)
+        bytes_too = first.nbytes / max(second.nbytes, 1)
+        value, low, high = (bytes_too * part for part in (found.value, found.low, found.high))
+        return _Measured(Ratio(value, low, high, found.meaningless), f"{_named(first)} ÷ {_named(second)}")
+
+    return measure
+
+
+def p99_of(key: _Key, *, unit_s: float) -> _Measure:
+    """The p99 of a series of seconds, in units of ``unit_s`` seconds. It has no quartiles."""
+
+    def measure(result: BenchResult) -> _Measured | None:
+        series = result.find(*key)
+        if series is None:
+            return None
+        value = series.p99 / unit_s
+        return _Measured(Ratio(value, value, value, meaningless=len(series.values) < 100), _named(series))
+
+    return measure
+
+
 def median_of(key: _Key, *, unit_s: float) -> _Measure:
-    """The median of a series of seconds, in units of ``unit_s`` seconds."""
+    """The median of a series, in units of ``unit_s``."""
 
     def measure(result: BenchResult) -> _Measured | None:
         series = result.find(*key)
@@ -123,6 +151,28 @@ TARGETS = (
         "≤",
         10.0,
         ratio_between(("wake", RLPLANE, "put to claim"), ("ping", ZMQ, "round trip"), statistic="p99"),
+    ),
+    *(
+        Target(
+            f"{what} of images, throughput ÷ a dense batch of as many bytes",
+            "≥",
+            0.8,
+            throughput_between(("images", RLPLANE, op), ("images-dense", RLPLANE, op)),
+        )
+        for what, op in (("put", "put"), ("get and use", "get+touch"))
+    ),
+    Target(
+        "bytes held of images that 8 rows share ÷ bytes of the rows",
+        "≤",
+        1.05 / 8,
+        median_of(("images-shared", RLPLANE, "held"), unit_s=1.0),
+    ),
+    Target(
+        "a task wakes too late beside a put of 52 MB on its event loop, p99",
+        "≤",
+        5.0,
+        p99_of(("loop", RLPLANE, "beside a put"), unit_s=1e-3),
+        unit=" ms",
     ),
     *(_as_transfer_queue(op, megabytes) for op in ("put", "get") for megabytes in (13, 52)),
     Target("claim of 64 at 1 million resident ÷ at 1 thousand", "≤", 1.3, _most_and_least_resident),

@@ -130,6 +130,17 @@ class Worker:
         self._store.clear(name, ids)
         return time.perf_counter() - started
 
+    def held_share(self, name: str) -> float:
+        """The bytes that the store holds of a batch, as a share of those that its rows have."""
+        share: float = self._store.held_bytes(name) / self._batches[name].nbytes
+        return share
+
+    def loop_lag(self, with_client: bool, tasks: int, nbytes: int, seconds: float) -> list[float]:
+        """By how many seconds a task of an event loop woke too late, again and again."""
+        gc.collect()
+        lags: list[float] = self._store.loop_lag(with_client, tasks, nbytes, seconds)
+        return lags
+
     def list_keys(self, partition: str) -> tuple[float, int]:
         """List a partition's keys, and return how long it took and how many there were."""
         gc.collect()

@@ -17,7 +17,7 @@ from rlplane_benchmarks.targets import TARGETS
 from rlplane_benchmarks.worker_process import WorkerError, WorkerProcess
 
 PLANE_STORE = "rlplane_benchmarks.participants.rlplane_client:PlaneStore"
-PARTS = {"ping", "data", "wake", "claims", "clients"}
+PARTS = {"ping", "data", "images", "loop", "wake", "claims", "clients"}
 DATA_OPS = {
     "put",
     "get",
@@ -56,10 +56,15 @@ def test_the_command_measures_every_part_of_every_participant(
     assert (result.schema, result.schema_version, result.quick) == ("rlplane.bench", 2, True)
     assert {series.part for series in result.series} == PARTS
     for workload in result.workloads:
-        for participant in ("copy", "copy-1", "rlplane"):
+        is_images = workload.startswith("images")
+        for participant in ("rlplane",) if is_images else ("copy", "copy-1", "rlplane"):
             ops = {s.op for s in result.series if (s.workload, s.participant) == (workload, participant)}
-            assert ops == DATA_OPS, (workload, participant)
+            held = {"held"} if workload in ("images", "images-shared") else set()
+            assert ops == DATA_OPS | held, (workload, participant)
     assert all(value > 0 for series in result.series for value in series.values if series.op != "clear")
+    shared = result.find("images-shared", "rlplane", "held")
+    assert shared is not None
+    assert 1 / 8 < shared.median < 1 / 6
     assert result.machine.cores > 0
     assert result.machine.torch_threads > 0
     assert result.machine.memory_bytes > 0
@@ -90,7 +95,7 @@ def test_the_command_prints_tables_and_judges_every_target(command: tuple[BenchR
 def tiny_plan() -> Plan:
     """Data alone, for participants that take part in nothing else."""
     plan = quick_plan().scaled(0.005)
-    return replace(plan, grpo=plan.grpo[:1], wide=plan.wide[1:2], wakes=5, claims=3)
+    return replace(plan, grpo=plan.grpo[:1], wide=plan.wide[1:2], images=plan.images[:2], wakes=5, claims=3)
 
 
 def run_with(

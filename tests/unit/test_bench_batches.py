@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlplane_benchmarks.batches import Columns, make_batches, scattered_order, touch
+from rlplane_benchmarks.batches import Batch, Columns, make_batches, scattered_order, touch
 from rlplane_benchmarks.cluster import full_cluster_plan, quick_cluster_plan
 from rlplane_benchmarks.cycles import CyclesDone, check_numbers
+from rlplane_benchmarks.images import ImageBatch
 from rlplane_benchmarks.participants.store import check_tiny, columns_of, tiny_rows
 from rlplane_benchmarks.plan import Workload, full_plan, quick_plan
 
 GRPO = Workload("grpo", "", rows=32, fields=6, nbytes=100_000, ragged=True)
 WIDE = Workload("wide", "", rows=16, fields=4, nbytes=65_536, ragged=False)
+IMAGES = Workload("images", "", rows=16, fields=1, nbytes=2_000_000, ragged=False, is_trees=True)
 
 
 @pytest.fixture(params=[GRPO, WIDE], ids=["ragged", "dense"])
@@ -20,9 +22,15 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     return request.param
 
 
+def batch_of(workload: Workload) -> Batch:
+    batch = make_batches([workload])[workload.name]
+    assert isinstance(batch, Batch)
+    return batch
+
+
 def read(workload: Workload, number: int, *, scattered: bool = False) -> Columns:
     """What a reader gets that makes no mistake."""
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(number)
     columns = columns_of(batch.tensordict())
     if not scattered:
@@ -34,14 +42,14 @@ def read(workload: Workload, number: int, *, scattered: bool = False) -> Columns
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_what_came_back_right_is_right(workload: Workload, scattered: bool) -> None:
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(3)
     order = scattered_order(batch.rows, 3) if scattered else None
     assert batch.difference(read(workload, 3, scattered=scattered), order) is None
 
 
 def test_one_wrong_byte_is_found_wherever_it_is(workload: Workload) -> None:
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(0)
     for name in batch.fields:
         for at in (0, -1):
@@ -55,20 +63,20 @@ def test_one_wrong_byte_is_found_wherever_it_is(workload: Workload) -> None:
 
 
 def test_bytes_of_an_earlier_round_are_wrong(workload: Workload) -> None:
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(2)
     assert batch.difference(read(workload, 1), None) is not None
 
 
 def test_rows_in_another_order_are_wrong(workload: Workload) -> None:
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(1)
     assert batch.difference(read(workload, 1, scattered=True), None) is not None
     assert batch.difference(read(workload, 1), scattered_order(batch.rows, 1)) is not None
 
 
 def test_a_missing_field_another_dtype_and_a_short_read_are_wrong(workload: Workload) -> None:
-    batch = make_batches([workload])[workload.name]
+    batch = batch_of(workload)
     batch.stamp(0)
     last = batch.fields[-1]
     missing, narrow, short = read(workload, 0), read(workload, 0), read(workload, 0)
@@ -92,8 +100,35 @@ def test_wide_batches_share_their_memory_and_differ_in_the_number_of_fields() ->
     batches = make_batches([replace(WIDE, name=f"wide-{n}", fields=n) for n in (1, 4)])
     assert {len(batch.fields) for batch in batches.values()} == {1, 4}
     assert {batch.nbytes for batch in batches.values()} == {65_536}
-    addresses = {batch.values["field_0"].data_ptr() for batch in batches.values()}
+    addresses = {b.values["field_0"].data_ptr() for b in batches.values() if isinstance(b, Batch)}
     assert len(addresses) == 1
+
+
+def images(number: int, *, shared_by: int = 1) -> tuple[ImageBatch, Columns]:
+    """A batch of images of a round, and what a reader gets that makes no mistake."""
+    batch = ImageBatch(replace(IMAGES, shared_by=shared_by))
+    batch.stamp(number)
+    return batch, columns_of(batch.tensordict())
+
+
+def test_images_differ_in_size_and_a_wrong_byte_an_old_round_and_another_order_are_found() -> None:
+    batch, right = images(3)
+    assert abs(batch.nbytes - IMAGES.nbytes) < IMAGES.nbytes / 2
+    tensors = list(right["multi_modal_inputs"][0])
+    assert len({tensor.shape for tensor in tensors}) > 2
+    assert batch.difference(right, None) is None
+    assert batch.difference(right, scattered_order(batch.rows, 3)) is not None
+    assert batch.difference(images(2)[1], None) is not None
+    tensors[0] = tensors[0].clone()
+    tensors[0].view(torch.uint8)[-1, -1] ^= 1
+    assert "other bytes" in (batch.difference({"multi_modal_inputs": (tensors, None)}, None) or "")
+    assert "tensors instead" in (batch.difference({"multi_modal_inputs": (tensors[1:], None)}, None) or "")
+
+
+def test_rows_of_a_prompt_that_share_an_image_hold_the_same_tensor() -> None:
+    batch, right = images(0, shared_by=8)
+    assert len({tensor.data_ptr() for tensor in right["multi_modal_inputs"][0]}) == 2 * 16 // 8
+    assert batch.nbytes == sum(tensor.nbytes for tensor in right["multi_modal_inputs"][0])
 
 
 def test_touching_reads_every_word_and_the_odd_bytes_at_the_end() -> None:

@@ -114,9 +114,24 @@ def test_an_upper_bound_is_met_from_below() -> None:
     assert verdicts["get 52 MB scattered over 512 rows, time ÷ torch copy"] == "missed"
 
 
+def test_the_throughput_of_images_counts_bytes_and_the_lag_of_a_loop_its_tail() -> None:
+    images = Series.of("images", "images", "rlplane", "put", [1.0] * 3, nbytes=900)
+    dense = Series.of("images", "images-dense", "rlplane", "put", [1.0] * 3, nbytes=1000)
+    lag = Series.of("loop", "loop", "rlplane", "beside a put", [0.001] * 95 + [0.006] * 5)
+    held = Series.of("images", "images-shared", "rlplane", "held", [0.126] * 3, unit="share")
+    found = result(images, dense, lag, held)
+    judged = {target.what: target for target in judge(found) if target.measured is not None}
+    by_words = {word: target for what, target in judged.items() for word in what.split() if word in what}
+    assert by_words["images,"].measured is not None
+    assert by_words["images,"].measured.value == 0.9
+    assert (by_words["images,"].verdict, by_words["held"].verdict) == ("met", "met")
+    assert by_words["wakes"].verdict == "missed"
+    assert "12.6%" in format_result(result(held, *found.series))
+
+
 def test_what_was_not_measured_is_not_judged() -> None:
     judged = judge(result())
-    assert len(judged) == len(TARGETS) == 13
+    assert len(judged) == len(TARGETS) == 17
     assert {target.verdict for target in judged} == {"not measured"}
     assert "--peers tq-simple" in judged[1].note
 

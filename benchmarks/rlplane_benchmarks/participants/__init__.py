@@ -86,7 +86,12 @@ PARTICIPANTS = (
         f"{_HERE}.zmq_round_trips:PingStore",
         parts=frozenset({"ping", "clients"}),
     ),
-    Participant(RLPLANE, "rlplane, shared memory", f"{_HERE}.rlplane_client:PlaneStore", parts=_ALL_PARTS),
+    Participant(
+        RLPLANE,
+        "rlplane, shared memory",
+        f"{_HERE}.rlplane_client:PlaneStore",
+        parts=_ALL_PARTS | {"images", "held", "loop"},
+    ),
     Participant(
         "ray-batch",
         "Ray object store, the batch as one object",
@@ -121,7 +126,7 @@ PARTICIPANTS = (
         "TransferQueue, SimpleStorage",
         f"{_HERE}.transfer_queue:SimpleStore",
         peer="tq-simple",
-        parts=_ALL_PARTS | {"list"},
+        parts=_ALL_PARTS | {"list", "images"},
         most_resident=100_000,
         most_clients=4,
         modules=("ray", "transfer_queue", "omegaconf"),
@@ -132,7 +137,7 @@ PARTICIPANTS = (
         "rlplane, by TransferQueue's interface",
         f"{_HERE}.transfer_queue:FacadeStore",
         peer="tq-simple",
-        parts=frozenset({"data", "list"}),
+        parts=frozenset({"data", "list", "images"}),
     ),
     Participant(
         "tq-mooncake",

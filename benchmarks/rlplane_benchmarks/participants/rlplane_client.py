@@ -17,6 +17,7 @@ from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import KVBatchMeta
 from rlplane_benchmarks.batches import Batch, Columns
+from rlplane_benchmarks.loop_lag import measure_lag
 from rlplane_benchmarks.participants.store import check_tiny, columns_of, tiny_rows
 from rlplane_benchmarks.ray_cluster import LOOPBACK
 
@@ -56,6 +57,15 @@ class PlaneStore:
 
     def clear(self, name: str, ids: list[str]) -> None:
         self._client.clear_samples(ids, name)
+
+    def held_bytes(self, name: str) -> int:
+        """How many bytes the plane holds for a partition."""
+        return int(self._client.partition_status(name)["bytes"])
+
+    def loop_lag(self, with_client: bool, tasks: int, nbytes: int, seconds: float) -> list[float]:
+        """By how many seconds a task of an event loop woke too late."""
+        config = load_config(self.exemplar, {**self.overrides, **self.link()})
+        return measure_lag(config if with_client else None, tasks, nbytes, seconds)
 
     def forget(self) -> None:
         pass

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane_benchmarks.batches import Batch, Columns
+from rlplane_benchmarks.images import tensors_of
 
 __all__ = [
     "TINY_WIDTH",
@@ -84,10 +86,12 @@ def columns_of(result: Any) -> Columns:
     """The columns of a TensorDict, without a copy."""
     columns: Columns = {}
     for name in result.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        value = result.get(name)
-        if not value.is_nested:
+        value: Any = result.get(name)
+        if not isinstance(value, Tensor):
+            columns[name] = (tensors_of(value), None)
+        elif not value.is_nested:
             columns[name] = (value, None)
-        elif value.layout is torch.jagged:
+        elif type(value) is NestedTensor:
             columns[name] = (value.values(), value.offsets().diff().tolist())
         else:
             rows = list(value.unbind())
