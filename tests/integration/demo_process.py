@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ class DemoProcess:
 
     def __init__(self, out: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self._token = uuid.uuid4().hex
+        self._killed: set[str] = set()
         self._shm_before = set(os.listdir("/dev/shm"))
         self._log = out / f"stderr-{self._token}"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("RLPLANE_")}
@@ -83,13 +86,21 @@ class DemoProcess:
         # Other tests may run beside this one: what is ours has the number of one of our processes.
         assert not [name for name in left if set(name.split("-")) & pids]
 
+    def kill_everything(self) -> None:
+        """SIGKILL to all of its processes: the job, the workers, the control service, the aggregator."""
+        while pids := self.processes():
+            self._killed |= {str(pid) for pid in pids}
+            for pid in [self.process.pid, *pids]:  # the job first, which would start others again
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+        self.process.wait(60)
+
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill what is left of it, and remove what only ``rlplane doctor --clean`` would remove then."""
         if self.process.stdout is not None:
             self.process.stdout.close()
-        for pid in self.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait(60)
+        self.kill_everything()
+        for path in Path("/dev/shm").glob("rlplane-*"):
+            if set(path.name.split("-")) & self._killed:
+                shutil.rmtree(path, ignore_errors=True)

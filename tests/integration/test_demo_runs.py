@@ -8,9 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.integration.demo_process import DemoProcess
+
+from rlplane.demo.stages import prompt_number
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -53,17 +56,41 @@ def check_complete(demo: DemoProcess, steps: int) -> Path:
     assert {operation["name"] for operation in operations} >= {"put", "claim_meta"}
     by_the_job = [op["args"] for op in operations if op["args"].get("task") == "watch"]
     assert by_the_job and not [claim for claim in by_the_job if claim["status"] == "timeout"]
-    steps_said = [json.loads(line)["step"] for line in (run_dir / "steps.jsonl").read_text().splitlines()]
-    assert steps_said == list(range(1, steps + 1))
+    check_prompts_and_bound(run_dir, steps, summary)
     return run_dir
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_prompts_and_bound(run_dir: Path, steps: int, summary: dict[str, Any]) -> None:
+    """Every prompt that was issued was trained, dropped because it teaches nothing, or is left: once. And
+    nothing that was trained was too old, unless the policy is one that trains late groups."""
+    said = lines_of(run_dir / "steps.jsonl")
+    assert [line["step"] for line in said] == list(range(1, steps + 1))
+    trained = [prompt_number(name) for line in said for name in line["groups"]]
+    flat = [line for line in lines_of(run_dir / "dropped.jsonl") if line["reason"] == "no reward variance"]
+    used = [*trained, *(prompt_number(line["group_of"]) for line in flat)]
+    books = summary["books"]
+    assert len(used) == len(set(used))
+    assert 8 * len(used) == books["cleared"]["trained"] + books["cleared"]["no reward variance"]
+    assert 8 * (books["prompts"] - len(used)) == books["cleared"]["left over at the end"]
+    settings = json.loads((run_dir / "run.json").read_text())["settings"]
+    if settings["policy"] in ("windowed", "in_order"):
+        assert summary["late"] == 0 and all(line["oldest"] <= settings["max_staleness"] for line in said)
+
+
 def test_it_runs_in_one_process_with_threads(start: Start) -> None:
-    check_complete(start("--backend", "memory", "--steps", "3", "--dp-world", "2"), 3)
+    slow = ("--policy", "ready_first", "--slow-groups", "0.1")
+    run_dir = check_complete(start("--backend", "memory", "--steps", "3", "--dp-world", "2", *slow), 3)
+    # Prompts are admitted for steps, and nothing is thrown away.
+    assert all(line["judged"] == 8 * 64 for line in lines_of(run_dir / "steps.jsonl"))
+    assert not [line for line in lines_of(run_dir / "dropped.jsonl") if line["reason"] == "too old"]
 
 
 def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
-    demo = start("--steps", "4", "--max-staleness", "1")
+    demo = start("--steps", "4", "--max-staleness", "1", "--slow-groups", "0.1")
     run_dir = check_complete(demo, 4)
     workers = {path.stem for path in run_dir.glob("*-*.log")}
     assert workers == {"train-0", "rollout-0", "rollout-1", "score-0"}
@@ -73,7 +100,7 @@ def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert workers <= {name.partition(" · ")[0] for name in processes}
     assert "rlplane top" in demo.stderr and "rlplane dash" in demo.stderr
-    dropped = [json.loads(line) for line in (run_dir / "dropped.jsonl").read_text().splitlines()]
+    dropped = lines_of(run_dir / "dropped.jsonl")
     summary = json.loads((run_dir / "summary.json").read_text())
     (stale,) = (
         series
@@ -96,8 +123,8 @@ def test_it_runs_on_ray_with_the_same_code(start: Start, ray_cluster: str, backe
 
 
 def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start: Start) -> None:
-    demo = start("--steps", "8")
-    demo.wait_for("step    2/8")
+    demo = start("--steps", "4", "--policy", "in_order", "--max-staleness", "1")
+    demo.wait_for("step    2/4")
     demo.ctrl_c()
     code, summary = demo.finish()
     assert code == 130, demo.stderr
@@ -108,7 +135,7 @@ def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start
     first = json.loads((run_dir / "report.json").read_text())
     assert first["state"] == "INTERRUPTED"
     assert "INTERRUPTED" in (run_dir / "report.txt").read_text()
-    check_complete(start("--resume", str(run_dir)), 8)
+    check_complete(start("--resume", str(run_dir)), 4)
     both = json.loads((run_dir / "report.json").read_text())
     assert (both["run_id"], both["started_ns"]) == (first["run_id"], first["started_ns"])
     assert both["elapsed_s"] > first["elapsed_s"]
@@ -133,7 +160,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
 
 
 def test_workers_that_are_killed_are_replaced_and_no_sample_is_lost(start: Start) -> None:
-    demo = start("--steps", "12", "--chaos", "--chaos-every", "1")
+    demo = start("--steps", "12", "--chaos", "--chaos-every", "1", "--policy", "weight_fifo")
     run_dir = check_complete(demo, 12)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["deaths"] and summary["service_deaths"]
@@ -170,6 +197,17 @@ def test_when_the_job_itself_is_killed_everything_else_ends_too(start: Start) ->
     demo.process.kill()
     demo.process.wait()
     demo.wait_until_nothing_is_left()
+
+
+def test_a_job_that_was_killed_as_a_whole_goes_on_with_every_prompt_and_within_the_bound(
+    start: Start, tmp_path: Path
+) -> None:
+    how = ("--max-staleness", "1", "--slow-groups", "0.1", "--checkpoint-every", "0.5")
+    demo = start("--steps", "4", *how)
+    demo.wait_for("step    2/4")
+    demo.kill_everything()
+    (run_dir,) = [path.parent for path in tmp_path.glob("*/run.json")]
+    check_complete(start("--resume", str(run_dir)), 4)
 
 
 @pytest.mark.parametrize(

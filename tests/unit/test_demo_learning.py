@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rlplane.demo.loss import group_advantages, grpo_loss
 from rlplane.demo.model import Policy, flatten, sample, token_logprobs, unflatten
 from rlplane.demo.problem import PAD, VOCABULARY, encode, make_prompt, response_length, reward
 from rlplane.demo.settings import ROLLOUTS, SCORED, Settings, claim_groups, register_partitions
-from rlplane.demo.stages import group_spread, rollout, score
+from rlplane.demo.stages import group_spread, prompt_number, rollout, score
 from rlplane.demo.trainer import Trainer
 
 
@@ -194,7 +195,10 @@ def test_a_step_drops_flat_and_stale_groups_by_their_tags_and_counts_every_sampl
     assert line["dropped"]["too old"] == [stale[0]]
     assert not {*flat, *stale} & set(read)
     assert set(client.list_sample_ids(ROLLOUTS)) == trainer.counts.in_flight
-    assert sum(trainer.counts.cleared.values()) + len(trainer.counts.in_flight) == 4 * trainer.counts.prompts
+    counts = trainer.counts
+    assert sum(counts.cleared.values()) + len(counts.in_flight) == counts.written
+    # The prompt of what was too old is issued again, under a name that late writers do not know.
+    assert counts.written == 4 * (counts.prompts + 1) and "p1.1_g0" in counts.in_flight
 
 
 def test_the_books_refuse_a_sample_that_comes_twice(client: DataPlaneClient) -> None:
@@ -205,13 +209,67 @@ def test_the_books_refuse_a_sample_that_comes_twice(client: DataPlaneClient) -> 
         trainer.counts.clear(some, "trained")
 
 
-def test_the_trainer_goes_on_from_its_checkpoint(client: DataPlaneClient, tmp_path: object) -> None:
+def trained_by(lines: list[dict[str, Any] | None]) -> list[str]:
+    return [name for line in lines if line is not None for name in line["groups"]]
+
+
+def test_a_trainer_goes_on_with_what_is_in_the_plane(client: DataPlaneClient) -> None:
     settings = Settings(groups_per_step=2, group_size=4)
     trainer = rolled_out(client, settings)
     trainer.step(lambda: False)
-    trainer.save(f"{tmp_path}/trainer.pt")
+    trainer.save()
     other = Trainer(client, settings)
-    other.restore(f"{tmp_path}/trainer.pt")
-    assert other.version == trainer.version == 1
+    other.start()
+    assert other.version == trainer.version == 1 and other.line == trainer.line
     assert other.counts == trainer.counts
     assert torch.equal(flatten(other.policy), flatten(trainer.policy))
+    for one, two in zip(trainer.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+        assert torch.equal(one["exp_avg"], two["exp_avg"])
+
+
+# Every call of a step after which the plane may have been saved, and the job killed.
+MOMENTS = ["claim_meta", "put_samples", "get_data", "advance_version", "clear_samples", "evicted_meta"]
+
+
+@pytest.mark.parametrize("policy", ["windowed", "in_order"])
+def test_whenever_the_plane_was_saved_a_trainer_goes_on_with_every_prompt_once(
+    client: DataPlaneClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: str
+) -> None:
+    settings = Settings(groups_per_step=4, group_size=4, max_staleness=1, policy=policy)
+    trainer = rolled_out(client, settings)
+    saved: list[Path] = []
+
+    def then_save(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **how: Any) -> Any:
+            result = call(*args, **how)
+            saved.append(tmp_path / str(len(saved)))
+            client.save_checkpoint(str(saved[-1]))
+            return result
+
+        return called
+
+    lines = [trainer.step(lambda: False)]
+    if policy == "windowed":
+        stale = next(i for i in client.list_sample_ids(ROLLOUTS) if i.endswith("_g0"))[:-1]
+        client.put_samples([f"{stale}{n}" for n in range(4)], ROLLOUTS, None, [{"weight_version": -1}] * 4)
+    for moment in MOMENTS:
+        monkeypatch.setattr(client, moment, then_save(getattr(client, moment)))
+    lines.append(trainer.step(lambda: False))
+    monkeypatch.undo()
+    assert len(saved) > len(MOMENTS)
+    for path in saved:
+        client.load_checkpoint(str(path), release_claims=True)
+        other = Trainer(client, settings)
+        other.start()
+        counts = other.counts
+        assert set(client.list_sample_ids(ROLLOUTS)) == counts.in_flight
+        assert sum(counts.cleared.values()) + len(counts.in_flight) == counts.written
+        used = [prompt_number(name) for name in trained_by(lines[: other.version])]
+        used += [
+            prompt_number(name)
+            for line in lines[: other.version]
+            for name in (line or {})["dropped"]["no reward variance"]
+        ]
+        there = [prompt_number(name) for name in counts.in_flight if name.endswith("_g0")]
+        again = [prompt_number(name) for name in other.again]
+        assert sorted([*used, *there, *again]) == list(range(counts.prompts))

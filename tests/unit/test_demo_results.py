@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rlplane.cli.demo import how_to_go_on
+from rlplane.cli.demo import _resolve, how_to_go_on
+from rlplane.cli.outcome import CommandError
 from rlplane.demo.display import LineDisplay, LiveDisplay, curve
 from rlplane.demo.job import Death, RunOutcome, SampleBalance
 from rlplane.demo.results import summarise, write_results
+from rlplane.demo.settings import Settings
 from rlplane.metrics.snapshot import SessionState
 from rlplane.report import Report
 
@@ -27,6 +30,8 @@ def a_step(number: int, **changes: Any) -> dict[str, Any]:
         "tokens": 100,
         "claimed": 8,
         "staleness": 1.5,
+        "oldest": 2,
+        "late": 0,
         "dropped": {"too old": [f"p{number}_g0"], "no reward variance": []},
         "handed_out_again": {},
         "seconds": 0.5,
@@ -39,7 +44,7 @@ def a_step(number: int, **changes: Any) -> dict[str, Any]:
 
 def some_balance(**changes: Any) -> SampleBalance:
     cleared = {"trained": 30, "too old": 10}
-    values = {"written": 40, "written_by_plane": 40, "cleared": cleared, "kept": 0}
+    values = {"prompts": 5, "written": 40, "written_by_plane": 40, "cleared": cleared, "kept": 0}
     return SampleBalance(**{**values, "lost": [], "unknown": [], "left": 0, **changes})
 
 
@@ -83,6 +88,14 @@ def test_the_first_and_the_last_steps_of_a_short_run_do_not_overlap() -> None:
 def test_the_staleness_of_a_run_is_that_of_its_samples_and_not_of_its_steps() -> None:
     steps = [a_step(1, staleness=0.0, claimed=30), a_step(2, staleness=4.0, claimed=10)]
     assert summarise(an_outcome(steps=steps))["staleness"] == pytest.approx(1.0)
+
+
+def test_a_run_whose_policy_trains_late_groups_says_how_many(tmp_path: Path) -> None:
+    write_journal(tmp_path)
+    steps = [a_step(1), a_step(2, oldest=5, late=8)]
+    summary = write_results(an_outcome(steps=steps), tmp_path)
+    assert (summary["oldest"], summary["late"]) == (5, 8)
+    assert "5 at most; 8 samples were older than the bound" in (tmp_path / "report.txt").read_text()
 
 
 def test_results_name_every_death_every_drop_and_what_is_missing(tmp_path: Path) -> None:
@@ -141,7 +154,6 @@ def test_the_panel_shows_what_people_watch() -> None:
     ("changes", "says"),
     [
         ({"balance": None}, "it was interrupted before the trainer had begun"),
-        ({}, "transfer_queue/simple has no checkpoints"),
         ({"resumable": True}, "to go on: rlplane demo --resume runs/1"),
     ],
 )
@@ -149,4 +161,19 @@ def test_an_interrupted_run_says_how_to_go_on_or_truly_why_it_cannot(
     changes: dict[str, Any], says: str
 ) -> None:
     outcome = an_outcome(state="INTERRUPTED", **changes)
-    assert says in how_to_go_on(outcome, ("transfer_queue", "simple"), Path("runs/1"))
+    assert says in how_to_go_on(outcome, Path("runs/1"))
+
+
+def test_a_run_goes_on_as_it_began(tmp_path: Path) -> None:
+    given = {"steps": 9, "policy": None, "seed": None, "max_staleness": None}
+    with pytest.raises(CommandError, match="it has no checkpoint"):
+        _resolve(given, None, None, tmp_path, tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint-00000003").mkdir(parents=True)
+    run = {"impl": "local", "backend": "shm", "settings": asdict(Settings(policy="in_order", steps=3))}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    settings, engine, directory = _resolve(given, None, None, tmp_path, tmp_path)
+    assert (settings.steps, settings.policy, engine) == (9, "in_order", ("local", "shm"))
+    assert directory == tmp_path
+    for change in ({"policy": "windowed"}, {"seed": 7}, {"max_staleness": 9}):
+        with pytest.raises(CommandError, match="of a run that goes on cannot be changed"):
+            _resolve({**given, **change}, None, None, tmp_path, tmp_path)

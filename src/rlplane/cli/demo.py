@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -27,6 +26,7 @@ __all__ = ["demo"]
 
 _Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 _NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
+_Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 _BACKENDS = {"local": ["shm", "memory"], "transfer_queue": ["simple", "mooncake_cpu"]}
 
 
@@ -36,10 +36,13 @@ def demo(
     seed: int | None = None,
     impl: Literal["local", "transfer_queue"] | None = None,
     backend: Literal["shm", "memory", "simple", "mooncake_cpu"] | None = None,
+    policy: Literal["windowed", "ready_first", "weight_fifo", "in_order"] | None = None,
     max_staleness: _NotNegative | None = None,
+    slow_groups: _Share | None = None,
     dp_world: _Positive | None = None,
     chaos: Flag = False,
     chaos_every: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
+    checkpoint_every: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
     resume: Path | None = None,
     out: Path = Path("runs"),
     as_json: Json = False,
@@ -56,8 +59,13 @@ def demo(
         The engine: one machine, or TransferQueue on Ray. Default local.
     backend
         Where the engine keeps the data: shm or memory, simple or mooncake_cpu. Default shm, or simple.
+    policy
+        What keeps rollouts and training together: windowed evicts what is too old; the others admit only as
+        many prompts as can be trained in time. Default windowed.
     max_staleness
-        Groups whose weights are more versions old than this are dropped. Default 3.
+        How many weight versions old a group may be when it is trained. Default 3.
+    slow_groups
+        The share of the groups that take ten times as long, such as 0.1. Default 0.
     dp_world
         Shard each batch by length for this many data-parallel ranks. Default 1.
     chaos
@@ -65,8 +73,10 @@ def demo(
         service in turn with them.
     chaos_every
         Seconds between two kills, on average.
+    checkpoint_every
+        Seconds between two checkpoints that the plane saves by itself.
     resume
-        The directory of an interrupted run, which is to go on.
+        The directory of a run that is to go on: it was interrupted, or killed with all its processes.
     out
         Where the directory of a new run is made.
     """
@@ -78,7 +88,9 @@ def demo(
     given = {
         "steps": steps,
         "seed": seed,
+        "policy": policy,
         "max_staleness": max_staleness,
+        "slow_groups": slow_groups,
         "dp_world": dp_world,
         "trace_attempts": True if chaos else None,
     }
@@ -92,11 +104,13 @@ def demo(
         impl=engine[0],
         backend=engine[1],
         chaos_s=chaos_every if chaos else None,
+        checkpoint_s=checkpoint_every,
         on_start=_tell_how_to_watch,
         on_step=display.step,
         on_death=display.death,
     )
-    note(f"run {run_dir}: {'/'.join(engine)}, {settings.steps} steps, seed {settings.seed}")
+    what = f"{settings.steps} steps, seed {settings.seed}, {settings.policy}"
+    note(f"run {run_dir}: {'/'.join(engine)}, {what}")
     # Packing ragged columns makes torch warn, once per process, about its own internals.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     # stdout is for the JSON: Ray prints its raylet's warnings there.
@@ -113,29 +127,27 @@ def demo(
         write_text("\n".join(story(summary)))
         write_text(f"report: {run_dir}/report.html, and .txt, .json, reward.svg, trace.json beside it")
     if outcome.state == "INTERRUPTED":
-        note(how_to_go_on(outcome, engine, run_dir))
+        note(how_to_go_on(outcome, run_dir))
         return ExitCode.INTERRUPTED
     return ExitCode.OK if outcome.balance is not None and outcome.balance.balanced else ExitCode.FAILED
 
 
-def how_to_go_on(outcome: RunOutcome, engine: tuple[str, str], run_dir: Path) -> str:
+def how_to_go_on(outcome: RunOutcome, run_dir: Path) -> str:
     """The command that resumes an interrupted run, or the reason why there is none."""
     if outcome.resumable:
         return f"to go on: rlplane demo --resume {run_dir}"
-    if outcome.balance is None:
-        return "there is nothing to resume: it was interrupted before the trainer had begun"
-    return f"it cannot be resumed: {'/'.join(engine)} has no checkpoints"
+    return "there is nothing to resume: it was interrupted before the trainer had begun"
 
 
 def _resolve(
-    given: dict[str, int | bool | None],
+    given: dict[str, Any],
     impl: str | None,
     backend: str | None,
     resume: Path | None,
     out: Path,
 ) -> tuple[Settings, tuple[str, str], Path]:
     """What is to run and where: from the options, and from an earlier run that goes on."""
-    from rlplane.demo.job import INTERRUPTED_NAME
+    from rlplane.demo.job import earlier_run
     from rlplane.demo.settings import Settings
 
     changes = {name: value for name, value in given.items() if value is not None}
@@ -145,20 +157,21 @@ def _resolve(
         if backend not in _BACKENDS[impl]:
             choices = " or ".join(_BACKENDS[impl])
             raise CommandError(f"--impl {impl} has --backend {choices}, not {backend}", ExitCode.USAGE)
-        return Settings(**changes), (impl, backend), _new_directory(out)  # type: ignore[arg-type]
-    try:
-        earlier = json.loads((resume / INTERRUPTED_NAME).read_text())
-    except FileNotFoundError:
+        return Settings(**changes), (impl, backend), _new_directory(out)
+    earlier = earlier_run(resume)
+    if earlier is None:
         raise CommandError(
-            f"{resume} cannot be resumed: it has no {INTERRUPTED_NAME}, which an interrupted run leaves",
+            f"{resume} cannot be resumed: it has no checkpoint, as an interrupted or killed run leaves one",
             ExitCode.USAGE,
-        ) from None
-    if changes.get("seed", earlier["settings"]["seed"]) != earlier["settings"]["seed"]:
-        raise CommandError("--seed of a run that goes on cannot be changed", ExitCode.USAGE)
+        )
+    for name in ("seed", "policy", "max_staleness"):
+        if changes.get(name, earlier["settings"][name]) != earlier["settings"][name]:
+            option = f"--{name.replace('_', '-')}"
+            raise CommandError(f"{option} of a run that goes on cannot be changed", ExitCode.USAGE)
     engine = (earlier["impl"], earlier["backend"])
     if (impl or engine[0], backend or engine[1]) != engine:
         raise CommandError(f"{resume} ran on {'/'.join(engine)}, and goes on there", ExitCode.USAGE)
-    settings = replace(Settings(**earlier["settings"]), **changes)  # type: ignore[arg-type]
+    settings = replace(Settings(**earlier["settings"]), **changes)
     return settings, engine, resume
 
 

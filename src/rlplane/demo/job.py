@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -15,17 +16,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlplane import DataPlaneClient, UnsupportedOperationError, build_data_plane_client, load_config
-from rlplane.demo.progress import ProgressReader
+from rlplane import DataPlaneClient, UnknownPartitionError, build_data_plane_client, load_config
+from rlplane.adapters.checkpoint import latest_checkpoint
+from rlplane.demo.progress import ProgressReader, steps_in
 from rlplane.demo.redirect import redirected
 from rlplane.demo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
 from rlplane.demo.workers import Worker, start_worker
 from rlplane.metrics.launcher import start_aggregator
+from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME
 
 if TYPE_CHECKING:
     from rlplane.report import Report
 
-__all__ = ["Death", "DemoError", "Job", "RunOutcome", "SampleBalance", "engine_config"]
+__all__ = [
+    "Death",
+    "DemoError",
+    "Job",
+    "RunOutcome",
+    "SampleBalance",
+    "checkpoint_of",
+    "earlier_run",
+    "engine_config",
+]
 
 EXEMPLARS = {
     ("local", "memory"): "local",
@@ -33,7 +45,7 @@ EXEMPLARS = {
     ("transfer_queue", "simple"): "cluster-simple",
     ("transfer_queue", "mooncake_cpu"): "cluster-mooncake",
 }
-INTERRUPTED_NAME = "interrupted.json"
+RUN_NAME, PLANE_NAME, CHECKPOINTS_NAME = "run.json", "plane", "checkpoints"
 ENGINE_LOG_NAME = "engine.log"
 _REMAINING = "left over at the end"
 _STOP_S = 30.0
@@ -60,9 +72,10 @@ class SampleBalance:
 
     ``kept`` samples are in the checkpoint of an interrupted run. ``lost`` ones should be in the plane and are
     not, ``unknown`` ones are there and should not be. ``left`` counts what is there after everything was
-    cleared.
+    cleared. ``prompts`` is how many prompts were issued, whether once or again.
     """
 
+    prompts: int
     written: int
     written_by_plane: int
     cleared: dict[str, int]
@@ -94,15 +107,34 @@ class RunOutcome:
     report: Report
 
 
-def engine_config(impl: str, backend: str, name: str, metrics_address: str) -> dict[str, Any]:
-    """The exemplar of the engine, small enough for any machine, with every operation measured."""
+def engine_config(
+    impl: str, backend: str, run_dir: Path, metrics_address: str, checkpoint_s: float
+) -> dict[str, Any]:
+    """The exemplar of the engine, small enough for any machine, with every operation measured and with
+    checkpoints that the plane saves by itself."""
     observability = {"enabled": True, "metrics_address": metrics_address, "track_partitions": [ROLLOUTS]}
     sizes = {"global_segment_size": 256 << 20, "local_buffer_size": 16 << 20, "storage_capacity": 100_000}
     overrides = {**sizes, "observability": observability, "claim_meta_poll_interval_s": 0.02}
+    overrides["checkpoint"] = {"dir": str(run_dir / CHECKPOINTS_NAME), "every_s": checkpoint_s, "keep": 2}
     if impl == "transfer_queue":
         # A plane of its own, also on a Ray where others have theirs.
-        overrides["transfer_queue.namespace"] = f"rlplane-demo-{name}"
+        overrides["transfer_queue.namespace"] = f"rlplane-demo-{run_dir.name}"
     return dict(load_config(EXEMPLARS[impl, backend], overrides))
+
+
+def checkpoint_of(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run that did not end by itself: one that the plane saved by itself, or the
+    one from before, which Ctrl-C has left."""
+    whole = run_dir / PLANE_NAME
+    return latest_checkpoint(run_dir / CHECKPOINTS_NAME) or (whole if whole.exists() else None)
+
+
+def earlier_run(run_dir: Path) -> dict[str, Any] | None:
+    """The engine and the settings of a run that can be resumed; None: there is none."""
+    if checkpoint_of(run_dir) is None:
+        return None
+    earlier: dict[str, Any] = json.loads((run_dir / RUN_NAME).read_text())
+    return earlier
 
 
 class Job:
@@ -116,12 +148,14 @@ class Job:
         impl: str = "local",
         backend: str = "shm",
         chaos_s: float | None = None,
+        checkpoint_s: float = 5.0,
         on_start: Callable[[Job], None] = lambda job: None,
         on_step: Callable[[dict[str, Any]], None] = lambda step: None,
         on_death: Callable[[Death], None] = lambda death: None,
     ) -> None:
         self.settings, self.run_dir = settings, run_dir
-        self.impl, self.backend, self.chaos_s = impl, backend, chaos_s
+        self.impl, self.backend = impl, backend
+        self.chaos_s, self.checkpoint_s = chaos_s, checkpoint_s
         self.on_start, self.on_step, self.on_death = on_start, on_step, on_death
         self.workers: list[Worker] = []
         self.steps: list[dict[str, Any]] = []
@@ -129,7 +163,6 @@ class Job:
         self.service_deaths: list[Death] = []
         self._joined: set[str] = set()
         self._last_report: dict[str, Any] | None = None
-        self._written_earlier = 0
         self._resumable = False
         self._interrupted = threading.Event()
         self._began = time.monotonic()
@@ -140,16 +173,20 @@ class Job:
 
     def run(self) -> RunOutcome:
         """Start everything, watch it to its end, and end everything, whatever happens."""
+        checkpoint = checkpoint_of(self.run_dir)
+        note = {"impl": self.impl, "backend": self.backend, "settings": asdict(self.settings)}
+        (self.run_dir / RUN_NAME).write_text(json.dumps(note))
+        # A run that was killed as a whole has no final snapshot: what it measured until then is gone.
+        measured = checkpoint is not None and (self.run_dir / FINAL_SNAPSHOT_NAME).exists()
         aggregator = self.aggregator = start_aggregator(
-            out_dir=self.run_dir,
-            drain_timeout_s=10.0,
-            jsonl=True,
-            resume=(self.run_dir / INTERRUPTED_NAME).exists(),
+            out_dir=self.run_dir, drain_timeout_s=10.0, jsonl=True, resume=measured
         )
         try:
-            config = engine_config(self.impl, self.backend, self.run_dir.name, aggregator.events_address)
+            config = engine_config(
+                self.impl, self.backend, self.run_dir, aggregator.events_address, self.checkpoint_s
+            )
             with self._start_plane(config) as client:
-                self._open_plane(client)
+                self._open_plane(client, checkpoint)
                 with self._ending_workers(), ProgressReader(client) as progress:
                     self._start_workers(client, config)
                     self.on_start(self)
@@ -161,6 +198,10 @@ class Job:
             aggregator.interrupt()
             raise
         interrupted = self._interrupted.is_set()
+        # From here on there is a later one, or nothing to resume.
+        shutil.rmtree(self.run_dir / CHECKPOINTS_NAME, ignore_errors=True)
+        if not interrupted:
+            shutil.rmtree(self.run_dir / PLANE_NAME, ignore_errors=True)
         return RunOutcome(
             state="INTERRUPTED" if interrupted else "COMPLETE",
             seconds=time.monotonic() - self._began,
@@ -177,17 +218,19 @@ class Job:
         with (self.run_dir / ENGINE_LOG_NAME).open("ab") as log, redirected(2, log.fileno()):
             return build_data_plane_client(config)
 
-    def _open_plane(self, client: DataPlaneClient) -> None:
-        note = self.run_dir / INTERRUPTED_NAME
-        if not note.exists():
+    def _open_plane(self, client: DataPlaneClient, checkpoint: Path | None) -> None:
+        if checkpoint is None:
             register_partitions(client, self.settings)
             return
-        client.load_checkpoint(str(self.run_dir / "plane"))
-        earlier = json.loads(note.read_text())
-        self.steps += earlier["steps"]
-        # An engine may count from the beginning or from the load: what matters is what comes after.
-        self._written_earlier = earlier["written"] - client.partition_status(ROLLOUTS)["written"]
-        note.unlink()
+        client.load_checkpoint(str(checkpoint), release_claims=True)
+        try:
+            reports = client.list_sample_ids(PROGRESS)
+        except UnknownPartitionError:  # the plane was saved before it had its partitions
+            register_partitions(client, self.settings)
+            return
+        self.steps += steps_in(client)
+        # Reports of workers that are gone.
+        client.clear_samples([name for name in reports if not name.startswith("step-")], PROGRESS)
 
     def _start_workers(self, client: DataPlaneClient, config: Mapping[str, Any]) -> None:
         rollouts = [f"rollout-{number}" for number in range(self.settings.rollout_workers)]
@@ -242,7 +285,7 @@ class Job:
             self._joined.add(report["joined"])
         elif "done" in report:
             self._last_report = report
-        else:
+        elif report["step"] == len(self.steps) + 1:  # else it was told before the run was resumed
             for death in self.deaths:
                 death.handed_out_again += report["handed_out_again"].get(death.worker, [])
             # As in every view: all partitions together.
@@ -289,34 +332,30 @@ class Job:
         last = self._last_report
         if last is None:
             return None
+        interrupted = self._interrupted.is_set()
+        if interrupted:
+            client.save_checkpoint(str(self.run_dir / PLANE_NAME))
+            self._resumable = True
         expected, live = set(last["in_flight"]), set(client.list_sample_ids(ROLLOUTS))
+        # Too old when they were written, after the trainer's last look.
+        evicted = set(client.evicted_meta(ROLLOUTS).sample_ids)
         balance = SampleBalance(
-            written=last["prompts"] * self.settings.group_size,
-            written_by_plane=client.partition_status(ROLLOUTS)["written"] + self._written_earlier,
+            prompts=last["prompts"],
+            written=last["written"],
+            written_by_plane=client.partition_status(ROLLOUTS)["written"],
             cleared=dict(last["cleared"]),
             kept=0,
-            lost=sorted(expected - live),
-            unknown=sorted(live - expected),
+            lost=sorted(expected - live - evicted),
+            unknown=sorted((live | evicted) - expected),
             left=0,
         )
-        if self._interrupted.is_set():
-            balance.kept = len(live & expected)
-            self._save(client, balance.written)
+        if interrupted:
+            balance.kept = len((live | evicted) & expected)
             return balance
-        balance.cleared[_REMAINING] = len(live & expected)
+        balance.cleared[_REMAINING] = len((live | evicted) & expected)
         for partition in (ROLLOUTS, WEIGHTS, PROGRESS):
             ids = client.list_sample_ids(partition)
             if ids:
                 client.clear_samples(ids, partition)
             balance.left += client.partition_status(partition)["samples"]
         return balance
-
-    def _save(self, client: DataPlaneClient, written: int) -> None:
-        try:
-            client.save_checkpoint(str(self.run_dir / "plane"))
-        except UnsupportedOperationError:
-            return
-        note = {"steps": self.steps, "written": written, "impl": self.impl, "backend": self.backend}
-        settings = {"settings": asdict(self.settings)}
-        (self.run_dir / INTERRUPTED_NAME).write_text(json.dumps({**note, **settings}))
-        self._resumable = True

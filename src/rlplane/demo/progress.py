@@ -10,11 +10,17 @@ from typing import Any, Self
 from rlplane import DataPlaneClient
 from rlplane.demo.settings import PROGRESS
 
-__all__ = ["ProgressReader"]
+__all__ = ["ProgressReader", "steps_in"]
 
 _LONG_S = 24 * 3600.0
 _END_S = 30.0
 _END = "end-of-reports"
+
+
+def steps_in(client: DataPlaneClient) -> list[dict[str, Any]]:
+    """The reports of the steps that a run has made so far."""
+    reports = client.peek_meta(PROGRESS).tags or []
+    return sorted((report for report in reports if "step" in report), key=lambda report: report["step"])
 
 
 class ProgressReader:
@@ -53,8 +59,12 @@ class ProgressReader:
                     meta = self._client.claim_meta(PROGRESS, "watch", [], 1, timeout_s=_LONG_S)
                 except TimeoutError:
                     continue
-                self._client.clear_samples(meta.sample_ids, PROGRESS)
                 (report,) = meta.tags or [{}]
+                if "step" in report:
+                    # It stays in the plane, and so in its checkpoints.
+                    self._client.finish_claims(meta)
+                else:
+                    self._client.clear_samples(meta.sample_ids, PROGRESS)
                 if "end" in report:
                     return
                 self._reports.put(report)

@@ -51,6 +51,8 @@ def summarise(outcome: RunOutcome) -> dict[str, Any]:
         "tokens_per_second": sum(step["tokens"] for step in steps) / max(training, 1e-9),
         "claimed": claimed,
         "staleness": sum(step["staleness"] * step["claimed"] for step in steps) / max(claimed, 1),
+        "oldest": max((step["oldest"] for step in steps), default=0),
+        "late": sum(step["late"] for step in steps),
         "plane_share": sum(step["plane_seconds"] for step in steps) / max(training, 1e-9),
         "waiting_share": sum(step["waiting_seconds"] for step in steps) / max(training, 1e-9),
         "plane_seconds_per_step": mean(steps, "plane_seconds"),
@@ -96,7 +98,9 @@ def story(summary: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"trained on {summary['tokens_per_second']:.0f} tokens/s;"
-        f" what it claimed was {summary['staleness']:.1f} weight versions old on average"
+        f" what it claimed was {summary['staleness']:.1f} weight versions old on average,"
+        f" {summary['oldest']} at most"
+        + (f"; {summary['late']} samples were older than the bound" if summary["late"] else "")
     )
     yield (
         f"data plane: {summary['plane_share']:.2%} of the trainer's step"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlplane import DataPlaneClient, KVBatchMeta
+from rlplane import DataPlaneClient, FlowPolicy, KVBatchMeta
 
 # Partitions. Each is a flow of its own, with its own schema and consumers.
 ROLLOUTS, WEIGHTS, PROGRESS = "rollouts", "weights", "progress"
@@ -15,6 +15,10 @@ ROLLOUTS, WEIGHTS, PROGRESS = "rollouts", "weights", "progress"
 PROMPT = ["prompt_ids"]  # the trainer, which feeds the run
 ROLLED_OUT = ["input_ids", "response_mask", "generation_logprobs"]  # a rollout worker
 SCORED = ["prev_logprobs", "reference_logprobs"]  # the log-prob worker
+
+# What is published with every version: all that the trainer needs to go on, so that each checkpoint of the
+# plane is one of the whole job.
+WEIGHT_FIELDS = ["parameters", "optimizer"]
 
 # A group whose samples all got the same reward has no advantage to learn from.
 TEACHES = {"reward_std": {">": 0.0}}
@@ -33,13 +37,23 @@ class Settings:
     steps: int = 80
     groups_per_step: int = 64
     group_size: int = 8
+    policy: str = "windowed"
     max_staleness: int = 3
+    slow_groups: float = 0.0
     dp_world: int = 1
     rollout_workers: int = 2
     learning_rate: float = 1e-3
     kl_weight: float = 0.01
     clip: float = 0.2
     trace_attempts: bool = False
+
+    @property
+    def flow(self) -> FlowPolicy:
+        """How old a group may be when it is trained, and what follows; the plane sees to it."""
+        if self.policy == "windowed":
+            return FlowPolicy.windowed(self.max_staleness)
+        gated = {"ready_first": FlowPolicy.ready_first, "weight_fifo": FlowPolicy.weight_fifo}
+        return gated.get(self.policy, FlowPolicy.in_order)(self.max_staleness, self.groups_per_step)
 
     @property
     def groups_in_flight(self) -> int:
@@ -50,15 +64,17 @@ class Settings:
     @property
     def judged_per_step(self) -> int:
         """A step begins with what it has once this many groups were judged: when most answers are right,
-        groups that teach something are rare, and waiting for a full step would take too long."""
-        return 2 * self.groups_per_step
+        groups that teach something are rare, and waiting for a full step would take too long. Where prompts
+        are admitted for a step, it is as many as that: the next prompts are those of the next step."""
+        return self.groups_per_step if self.flow.is_gated else 2 * self.groups_per_step
 
 
 def register_partitions(client: DataPlaneClient, settings: Settings) -> None:
     """Declare the three flows. ``num_samples`` is 0: none of them has an end that is known now."""
     columns = [*PROMPT, *ROLLED_OUT, *SCORED]
-    client.register_partition(ROLLOUTS, columns, 0, ["rollout", "score", "train"], settings.group_size)
-    client.register_partition(WEIGHTS, ["parameters"], 0, [])
+    tasks, size = ["rollout", "score", "train"], settings.group_size
+    client.register_partition(ROLLOUTS, columns, 0, tasks, size, flow=settings.flow)
+    client.register_partition(WEIGHTS, WEIGHT_FIELDS, 0, [])
     client.register_partition(PROGRESS, [], 0, ["watch"])
 
 

@@ -62,11 +62,7 @@ def start_worker(
         "name": name,
         "config": {**config, "observability": observability},
         "settings": asdict(settings),
-        "extra": {},
     }
-    if name.startswith("train"):
-        checkpoint = run_dir / "trainer.pt"
-        assignment["extra"] = {"checkpoint": str(checkpoint), "resume": checkpoint.exists()}
     log = run_dir / f"{name}.log"
     if config["backend"] == "memory":
         return ThreadWorker(assignment, client, log)
@@ -207,7 +203,7 @@ def _run_with_own_client(assignment: _Assignment, stop: Stop) -> None:
 def _run_stage(assignment: _Assignment, client: DataPlaneClient, stop: Stop) -> None:
     client.put_samples([f"joined-{assignment['name']}"], PROGRESS, None, [{"joined": assignment["name"]}])
     stage = _STAGES[assignment["name"].split("-")[0]]
-    stage(client, Settings(**assignment["settings"]), assignment["name"], stop, **assignment["extra"])
+    stage(client, Settings(**assignment["settings"]), assignment["name"], stop)
 
 
 def main() -> None:
