@@ -17,7 +17,8 @@ for either catches it::
     ├── CapacityError          (MemoryError)      it can never fit
     │   └── CapacityTimeoutError (TimeoutError)   no room came free in time; nothing was written
     ├── PlaneConnectionError   (ConnectionError)  the plane cannot be reached, or has gone away
-    │   └── ClientClosedError                     the client was used after ``close``
+    │   ├── ClientClosedError                     the client was used after ``close``
+    │   └── SamplesLostError                      their bytes died with the storage that had them
     ├── CheckpointError        (ValueError)       a checkpoint is torn, altered or of an unknown version
     └── UnsupportedOperationError (NotImplementedError)  this adapter does not have that method
 """
@@ -37,6 +38,7 @@ __all__ = [
     "MissingExtraError",
     "NotFoundError",
     "PlaneConnectionError",
+    "SamplesLostError",
     "UnknownFieldError",
     "UnknownPartitionError",
     "UnknownTaskError",
@@ -118,6 +120,11 @@ class PlaneConnectionError(DataPlaneError, ConnectionError):
 
 class ClientClosedError(PlaneConnectionError):
     """The client was used after it had been closed."""
+
+
+class SamplesLostError(PlaneConnectionError):
+    """The bytes of these samples died with the storage unit that had them; no other attempt will read
+    them."""
 
 
 class CheckpointError(DataPlaneError, ValueError):

@@ -90,10 +90,12 @@ class DataPlaneConfig(TypedDict):
 
 
 class FieldStatus(TypedDict):
-    """A field in a :class:`PartitionStatus`."""
+    """A field in a :class:`PartitionStatus`. ``lost`` is there if values of it died with the storage that had
+    them, and their samples were kept."""
 
     declared: bool
     produced: int
+    lost: NotRequired[int]
 
 
 class TaskStatus(TypedDict):

@@ -50,6 +50,14 @@ def kill_listener(actor):
     psutil.Process(pids.pop()).kill()
 
 
+def kill_unit(client, rank):
+    unit = client._plane.units[rank]
+    if client._plane.backend == "simple":
+        kill_listener(unit)
+    else:
+        os.kill(ray.get(unit.pid.remote()), signal.SIGKILL)
+
+
 def lost_samples(client, ids):
     lost = {}
     for sample_id in ids:
@@ -68,10 +76,7 @@ def test_what_a_killed_storage_unit_held_is_reported_as_lost(start_plane, backen
     ids = [f"s{i}" for i in range(16)]
     for place, sample_id in enumerate(ids):
         client.put_samples([sample_id], "p", rows([sample_id], start=place))
-    if backend == "simple":
-        kill_listener(client._plane.units[0])
-    else:
-        os.kill(ray.get(client._plane.units[0].pid.remote()), signal.SIGKILL)
+    kill_unit(client, 0)
     lost = lost_samples(client, ids)
     assert 0 < len(lost) < len(ids)
     with pytest.raises(PlaneConnectionError, match=f"{len(lost)} of the {len(ids)} samples"):
@@ -79,8 +84,70 @@ def test_what_a_killed_storage_unit_held_is_reported_as_lost(start_plane, backen
     kept = [sample_id for sample_id in ids if sample_id not in lost]
     got = client.get_samples(kept, "p", ["x"])["x"]
     assert got.tolist() == [float(ids.index(sample_id)) for sample_id in kept]
-    # The control state lives on: what is known about the samples is still there.
-    assert client.list_sample_ids("p") == ids
+    # What was lost is told, and is not handed out.
+    assert client.list_sample_ids("p") == kept
+    assert client.claim_meta("p", "train", ["x"], len(ids), blocking=False).sample_ids == kept
+    told = client.evicted_meta("p")
+    assert set(told.sample_ids) == lost and {tags["evicted"] for tags in told.tags} == {"lost"}
+    assert client.service_status()["lost_samples"] == len(lost)
+    # Its prompts are issued again: what is written now goes where it can be read.
+    for place, sample_id in enumerate(told.sample_ids):
+        client.put_samples([sample_id], "p", rows([sample_id], start=100 + place))
+    again = client.claim_meta("p", "train", ["x"], len(lost))
+    assert client.get_data(again)["x"].tolist() == [100.0 + place for place in range(len(lost))]
+
+
+@pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
+def test_a_storage_unit_that_dies_is_noticed_although_nobody_reads_or_writes(start_plane, backend):
+    client = start_plane(backend, num_storage_units=2)
+    client.register_partition("p", ["x"], 100, ["train"])
+    client.register_partition("kept", ["x"], 100, ["train"], flow={"on_lost": "keep"})
+    ids = [f"s{i}" for i in range(16)]
+    for partition in ("p", "kept"):
+        for place, sample_id in enumerate(ids):
+            client.put_samples([sample_id], partition, rows([sample_id], start=place))
+    kill_unit(client, 1)
+    # Mooncake's master itself needs 30 s to notice.
+    until(lambda: client.service_status()["lost_samples"], 240)
+    claimed = client.claim_meta("p", "train", ["x"], len(ids), blocking=False)
+    assert 0 < claimed.size < len(ids)
+    assert client.get_data(claimed)["x"].tolist() == [float(ids.index(i)) for i in claimed.sample_ids]
+    assert sorted([*claimed.sample_ids, *client.evicted_meta("p").sample_ids]) == sorted(ids)
+    claimed = client.claim_meta("kept", "train", ["x"], len(ids), blocking=False)
+    assert client.get_data(claimed)["x"].tolist() == [float(ids.index(i)) for i in claimed.sample_ids]
+    assert client.list_sample_ids("kept") == ids
+    assert client.partition_status("kept")["fields"]["x"]["lost"] == len(ids) - claimed.size
+
+
+@pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
+def test_puts_whose_storage_unit_dies_under_them_succeed(start_plane, backend):
+    client = start_plane(backend, num_storage_units=2)
+    client.register_partition("p", ["x"], 10**6, ["train"])
+    written: list[str] = []
+
+    def produce():
+        while len(written) < 60:
+            number = len(written)
+            fields = TensorDict({"x": torch.full((1, CHUNK_BYTES), number)}, batch_size=[1])
+            client.put_samples([f"s{number}"], "p", fields, timeout_s=240)
+            written.append(f"s{number}")
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(1) as threads:
+        producing = threads.submit(produce)
+        until(lambda: len(written) > 10 or producing.done())
+        kill_unit(client, 0)
+        before = len(written) + 1  # one may be under way
+        producing.result(400)
+    # All that was written after the death is there; what was written before has lost its half of the chunks.
+    late = written[before + 5 :]
+    assert late
+    if backend == "simple":
+        assert client.get_samples(late, "p", ["x"])["x"][:, 0].tolist() == [int(i[1:]) for i in late]
+        assert client.service_status()["dead_units"] == [0]
+        left = client.list_sample_ids("p")
+        assert client.get_samples(left, "p", ["x"])["x"][:, 0].tolist() == [int(i[1:]) for i in left]
+        assert sorted([*left, *client.evicted_meta("p").sample_ids]) == sorted(written)
 
 
 @pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])

@@ -94,7 +94,7 @@ def test_the_document_names_the_parts_of_the_spine() -> None:
         "Server",
     }
     assert spine <= found
-    assert TEXT.count("```mermaid\n") == 7
+    assert TEXT.count("```mermaid\n") == 8
 
 
 def test_no_line_of_a_diagram_is_cut_by_a_semicolon() -> None:

@@ -24,6 +24,7 @@ BUILTINS = {
     "CapacityTimeoutError": TimeoutError,
     "PlaneConnectionError": ConnectionError,
     "ClientClosedError": ConnectionError,
+    "SamplesLostError": ConnectionError,
     "CheckpointError": ValueError,
     "UnsupportedOperationError": NotImplementedError,
     "DataPlaneError": Exception,

@@ -92,7 +92,8 @@ def columns_of(result: Any) -> Columns:
         elif not value.is_nested:
             columns[name] = (value, None)
         elif type(value) is NestedTensor:
-            columns[name] = (value.values(), value.offsets().diff().tolist())
+            nested: Any = value  # its methods have no types
+            columns[name] = (nested.values(), nested.offsets().diff().tolist())
         else:
             rows = list(value.unbind())
             columns[name] = (rows, [row.shape[0] for row in rows])

@@ -40,6 +40,7 @@ from rlplane.errors import (
     DataPlaneError,
     InvalidRequestError,
     PlaneConnectionError,
+    SamplesLostError,
 )
 from rlplane.interfaces import (
     DEFAULT_TIMEOUT_S,
@@ -53,7 +54,7 @@ from rlplane.storage.assembly import Assembler
 from rlplane.storage.layout import EncodedColumn, encode_columns
 from rlplane.storage.leases import ReadLease
 from rlplane.storage.objects import open_tags, plain_tags
-from rlplane.storage.places import Located, OutOfPagesError, Place, RowsLostError
+from rlplane.storage.places import Located, OutOfPagesError, Place, RowsLostError, UnitsDiedError
 from rlplane.transfer_stats import TransferRecord, TransferStats
 
 __all__ = ["DEFAULT_ACK_TIMEOUT_MS", "DEFAULT_RECONNECT_TIMEOUT_S", "PlaneClient", "rows_of"]
@@ -380,8 +381,14 @@ class PlaneClient(DataPlaneClient):
                         reserve = wire.Reserve(used, left, commit.partition_id, commit.ids)
                         place = (yield from ask(reserve, wire.Reserved, waits_s=left)).place
                     began = yield MoveBytes(partial(_write, link, place, columns, deadline), used)
-                    if not isinstance(began, OutOfPagesError):
+                    if isinstance(began, float):
                         break
+                    if isinstance(began, UnitsDiedError):
+                        # The service has not known it, or the place would be in others.
+                        yield from ask(wire.Lost(began.loss), wire.Done)
+                        yield from ask(wire.Unreserve(place.number), wire.Done)
+                        place, is_spare = None, False
+                        continue
                     # The machine has less memory than the plane may use. Nobody says when it has more again.
                     yield from ask(wire.Unreserve(place.number, out_of_pages=True), wire.Done)
                     place, is_spare = None, False
@@ -475,7 +482,9 @@ class PlaneClient(DataPlaneClient):
         except RowsLostError as error:
             lost = list(dict.fromkeys(ids[row] for row in error.rows))
             shown = ", ".join(map(repr, lost[:3])) + (", …" if len(lost) > 3 else "")
-            raise PlaneConnectionError(
+            if error.loss:
+                yield Undo(wire.Lost(error.loss))
+            raise SamplesLostError(
                 f"{error.message}; lost with it are {len(lost)} of the {len(set(ids))} samples asked for: "
                 f"{shown}"
             ) from error
@@ -755,14 +764,14 @@ def rows_of(meta: KVBatchMeta, select_fields: list[str] | None) -> tuple[list[st
 
 def _write(
     link: Link, place: Place, columns: Sequence[EncodedColumn], deadline: float
-) -> float | OutOfPagesError:
+) -> float | OutOfPagesError | UnitsDiedError:
     """Fill a place, and say when that began: other uses of the storage may have to end first. That there is
-    no memory is no failure yet."""
+    no memory, or that a part of the storage has died, is no failure yet."""
     with link.in_use:
         began = time.perf_counter()
         try:
             link.storage.write(place, columns, deadline)
-        except OutOfPagesError as error:
+        except (OutOfPagesError, UnitsDiedError) as error:
             return error
         return began
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.requests import LostRows
+
 __all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "grown", "pieces_of"]
 
 Rows = NDArray[np.int64]
@@ -21,7 +23,7 @@ class FieldIndex:
     other row is, as soon as the row is finished.
     """
 
-    __slots__ = ("block", "declared", "position", "produced", "stamp", "stamped", "turns")
+    __slots__ = ("block", "declared", "lost", "position", "produced", "stamp", "stamped", "turns")
 
     def __init__(self, size: int, declared: bool) -> None:
         self.declared = declared
@@ -31,6 +33,7 @@ class FieldIndex:
         self.position = np.zeros(size, np.int32)
         self.stamp = np.zeros(size, np.int64)
         self.turns: dict[int, list[tuple[int, int]]] = {}
+        self.lost: set[int] = set()  # rows whose value died with the storage that had it
 
     def grow(self, size: int) -> None:
         """Make room for rows up to ``size``."""
@@ -55,6 +58,8 @@ class FieldIndex:
             replaced = (old, self.position[rows])
         self.block[rows] = block
         self.position[rows] = positions
+        if self.lost:
+            self.lost.difference_update(rows.tolist())
         return replaced
 
     def add_turn(self, rows: Rows, block: int) -> None:
@@ -72,10 +77,40 @@ class FieldIndex:
         blocks = self.block[rows]
         self.produced -= int(np.count_nonzero(blocks >= 0))
         self.block[rows] = -1
+        if self.lost:
+            self.lost.difference_update(rows.tolist())
         gone = [(blocks, self.position[rows])]
         if self.turns:
             gone.append(self.forget_turns(rows))
         return gone
+
+    def rows_in(self, lost: LostRows) -> Rows:
+        """The rows that have lost their value, or a turn of it."""
+
+        def is_lost(block: int, position: int) -> bool:
+            rows = lost[block]
+            return rows is None or bool(rows[position])
+
+        touched = np.flatnonzero(np.isin(self.block, np.fromiter(lost, np.int64, len(lost))))
+        places = zip(self.block[touched].tolist(), self.position[touched].tolist(), strict=True)
+        gone = touched[np.fromiter((is_lost(*place) for place in places), bool, len(touched))].tolist()
+        gone += [
+            row
+            for row, turns in self.turns.items()
+            if any(block in lost and is_lost(block, position) for block, position in turns)
+        ]
+        return np.unique(np.array(gone, np.int64))
+
+    def lose(self, rows: Rows) -> tuple[Rows, BlockRows]:
+        """Rows have lost their value, which is as if it had not been written. Return those that were
+        finished, and what all of them referred to."""
+        turns = self.forget_turns(rows)
+        whole = rows[self.block[rows] >= 0]
+        blocks, positions = self.block[whole], self.position[whole]
+        self.block[whole] = -1
+        self.produced -= len(whole)
+        self.lost.update(rows.tolist())
+        return whole, (np.concatenate((blocks, turns[0])), np.concatenate((positions, turns[1])))
 
 
 class Pieces(NamedTuple):

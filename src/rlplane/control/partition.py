@@ -20,7 +20,7 @@ from rlplane.control.flow import FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
-from rlplane.control.requests import NOBODY, Claim, Put
+from rlplane.control.requests import NOBODY, Claim, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
 from rlplane.errors import (
@@ -259,6 +259,20 @@ class Partition:
                 task.kept.pop(name, None)
         return self.table.remove(rows)
 
+    def lost_fields(self, lost: LostRows) -> dict[str, Rows]:
+        """By field, the rows that have lost their value or a turn of it."""
+        fields = {name: column.rows_in(lost) for name, column in self.columns.items()}
+        return {name: rows for name, rows in fields.items() if len(rows)}
+
+    def lose(self, name: str, rows: Rows) -> BlockRows:
+        """Rows have lost their value of a field; return what they referred to."""
+        whole, gone = self.columns[name].lose(rows)
+        for task in self.tasks.values():
+            for (required, _), queue in task.queues.items():
+                if name in required:
+                    queue.discard(whole)
+        return gone
+
     # Groups that end short
 
     def close_group(self, name: str, reason: str, fields: Sequence[str]) -> Rows:
@@ -330,6 +344,7 @@ class Partition:
             "grpo_group_size": self.spec.group_size,
             "fields": {
                 name: {"declared": column.declared, "produced": column.produced}
+                | ({"lost": len(column.lost)} if column.lost else {})
                 for name, column in self.columns.items()
             },
             "tasks": {

@@ -35,6 +35,9 @@ class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Groups that end short: ``group_timeout_s`` after its first member was finished (has ``finished_fields``),
     a group that has ``min_group_size`` of them is closed, and any other is given up.
 
+    ``on_lost`` says what becomes of a sample whose bytes died with the storage that had them: it is cleared
+    and told by ``evicted_meta``, or stays, and the fields that it has lost can be written again.
+
     Make one with :meth:`windowed`, :meth:`ready_first`, :meth:`weight_fifo` or :meth:`in_order`, or give
     ``register_partition`` a mapping with the same names: ``{"kind": "windowed", "max_staleness": 2}``.
     It is on the wire and on disk: new fields come last, with a default.
@@ -51,6 +54,7 @@ class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     finished_fields: list[str] = []
     min_group_size: int = 0
     group_timeout_s: float | None = None
+    on_lost: Literal["clear", "keep"] = "clear"
 
     @classmethod
     def windowed(cls, max_staleness: int, *, freshest_first: bool = False, **more: Any) -> Self:

@@ -19,10 +19,14 @@ from rlplane.control.policies import Order
 from rlplane.control.rules import compile_where
 from rlplane.errors import DataPlaneError, InvalidRequestError
 
-__all__ = ["NOBODY", "Batch", "Claim", "Effects", "Put"]
+__all__ = ["NOBODY", "Batch", "Claim", "Effects", "LostRows", "Put"]
 
 NOBODY = -1
 """The owner of what no client has written or holds."""
+
+
+LostRows = dict[int, NDArray[np.bool_] | None]
+"""By block, which of its rows are lost; None for all of them."""
 
 
 class Put:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, grown, pieces_of
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
-from rlplane.errors import MissingDataError, UnknownFieldError
+from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
 __all__ = ["NO_ROWS", "SampleTable", "some"]
 
+_MOST_LOST = 65_536  # names of samples that were lost; who asks for an older one hears that it is not there
 NO_ROWS: Rows = np.empty(0, np.int64)
 _NO_TAGS: dict[str, Any] = {}  # one for all that have none: tags are replaced, never changed
 
@@ -37,6 +38,7 @@ class SampleTable:
         self.serial = np.full(self.size, -1, np.int64)
         self.born = np.zeros(self.size, np.float64)
         self.next_serial = 0
+        self.lost_ids: dict[str, None] = {}  # evicted because they were lost, for whoever asks for them
         self.columns = {name: FieldIndex(self.size, True) for name in spec.fields}
         self._free: list[int] = list(range(self.size - 1, -1, -1))
         # Who wrote what: a bit per writer and row, because a sample can have several writers.
@@ -89,6 +91,7 @@ class SampleTable:
         known = list(map(self.rows.get, ids))
         if None in known:
             missing = list(dict.fromkeys(i for i, row in zip(ids, known, strict=True) if row is None))
+            _refuse_lost([i for i in missing if i in self.lost_ids], ids)
             raise MissingDataError(
                 f"partition {self.spec.partition_id!r} does not have {some(missing)} "
                 f"({len(missing)} of {len(set(ids))} samples asked for)"
@@ -106,6 +109,7 @@ class SampleTable:
                 places[name] = Pieces(blocks, column.position[rows])
             if np.count_nonzero(unwritten):
                 missing = list(dict.fromkeys(self.ids[rows[unwritten]].tolist()))
+                _refuse_lost([i for i in missing if self.rows[i] in column.lost], ids)
                 raise MissingDataError(
                     f"field {name!r} of partition {self.spec.partition_id!r} is not written for "
                     f"{some(missing)} ({len(missing)} of {len(set(ids))} samples asked for)"
@@ -159,6 +163,9 @@ class SampleTable:
                     if row is not None and tag:
                         self.tags[row] = self.tags[row] | tag
         self.rows.update(zip(new_ids, numbers, strict=True))
+        if self.lost_ids:
+            for sample_id in new_ids:
+                self.lost_ids.pop(sample_id, None)
         self.ids[fresh] = new_ids
         self.tags[fresh] = _NO_TAGS if new_tags is None else _object_array(new_tags)
         if put.groups:
@@ -182,6 +189,12 @@ class SampleTable:
         if not gone:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         return np.concatenate([blocks for blocks, _ in gone]), np.concatenate([at for _, at in gone])
+
+    def note_lost(self, rows: Rows) -> None:
+        """Remember the names of samples that are evicted because they were lost."""
+        self.lost_ids.update(dict.fromkeys(self.ids[rows].tolist()))
+        while len(self.lost_ids) > _MOST_LOST:
+            del self.lost_ids[next(iter(self.lost_ids))]
 
     def _allocate(self, count: int) -> list[int]:
         if len(self._free) < count:
@@ -227,6 +240,14 @@ class SampleTable:
         slot = self._writers.pop(owner, None)
         if slot is not None:
             self._written_bits[slot // 64] &= ~np.uint64(1 << slot % 64)
+
+
+def _refuse_lost(lost: Sequence[str], asked: Sequence[str]) -> None:
+    if lost:
+        raise SamplesLostError(
+            f"a part of the storage has died; lost with it are {len(lost)} of the {len(set(asked))} "
+            f"samples asked for: {some(lost)}"
+        )
 
 
 def _object_array(values: list[Any]) -> NDArray[Any]:

@@ -27,7 +27,7 @@ from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
-from rlplane.control.requests import NOBODY, Batch, Claim, Effects, Put
+from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
 from rlplane.errors import (
     CapacityError,
@@ -38,12 +38,14 @@ from rlplane.errors import (
     UnknownPartitionError,
 )
 
-__all__ = ["STALE", "ControlState"]
+__all__ = ["LOST", "STALE", "ControlState"]
 
 # Up to this many references are counted faster by a Counter than by numpy.unique.
 _FEW = 256
 STALE = "stale"
 """Why a sample was evicted that had become too old."""
+LOST = "lost"
+"""Why a sample was evicted whose bytes are gone."""
 
 
 class ControlState:
@@ -235,6 +237,31 @@ class ControlState:
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
         return effects
+
+    def lose(self, lost: LostRows, refusal: DataPlaneError) -> tuple[int, Effects]:
+        """Bytes are gone: samples that had some there are evicted or, if their partition wants to keep them,
+        are as if those fields had not been written; also returns how many samples those are. A put that
+        waits for room with such bytes is refused."""
+        effects = Effects()
+        for put in [put for put in self._waiting_puts if not lost.keys().isdisjoint(put.blocks.values())]:
+            self._waiting_puts.remove(put)
+            self._refuse(put, refusal, effects)
+        count = 0
+        for partition in self.partitions.values() if lost else ():
+            fields = partition.lost_fields(lost)
+            if not fields:
+                continue
+            rows = np.unique(np.concatenate(list(fields.values())))
+            count += len(rows)
+            if partition.spec.flow is not None and partition.spec.flow.on_lost == "keep":
+                for name, those in fields.items():
+                    self._release_rows(*partition.lose(name, those), effects)
+            else:
+                partition.table.note_lost(rows)
+                self._evict(partition, rows, LOST, effects)
+            self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+        return count, effects
 
     def close_group(
         self, partition_id: str, group: str | int, reason: str, fields: Sequence[str] = ()

@@ -14,6 +14,7 @@
     block_table.py  which blocks are in which places, and which places are still needed
     commit_checks.py, field_rows.py   what a commit says about its bytes, and what a read is told
     dead_rows.py    bytes that no sample refers to any more, in places that are still needed
+    lost_rows.py    which rows were lost with a part of the storage
     admission.py    which put may use which part of the room
     stall.py        how long the loop was busy with one thing, and long looks in slices
 

@@ -36,9 +36,11 @@ from rlplane.service.admission import WaitingReservation, is_for_live_samples, m
 from rlplane.service.block_table import Block, BlockTable
 from rlplane.service.commit_checks import checked_sizes
 from rlplane.service.field_rows import field_rows
-from rlplane.service.journal import Abandoned, Asked, Expired, HungUp, Joined, Journal, Left, Retried
+from rlplane.service.journal import Abandoned, Asked, Expired, HungUp, Joined, Journal, Left, Lost, Retried
+from rlplane.service.lost_rows import lost_rows
 from rlplane.service.stall import LookAhead, LoopStall
-from rlplane.storage.places import Place, StorageHost
+from rlplane.storage.keyed import lost_chunks
+from rlplane.storage.places import Loss, Place, StorageHost
 
 __all__ = ["ControlService", "PendingRequest", "StaleSpecError"]
 
@@ -119,6 +121,8 @@ class ControlService:
         self.is_journaled = journal is not None
         self._clients: dict[int, _Client] = {}
         self.table = BlockTable()
+        self.dead = Loss()  # the storage units that have died
+        self.lost = 0  # samples that were lost with them
         self._next_lease = 1
         self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
         self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
@@ -331,6 +335,9 @@ class ControlService:
                 if out_of_pages:
                     self._reclaim_spares()
                 return wire.Done()
+            case wire.Lost(loss):
+                self.lose(loss)
+                return wire.Done()
             case wire.Describe(partition_id):
                 partition = self.state.partition(partition_id)
                 return wire.Described(partition.version, partition.spec)
@@ -407,6 +414,8 @@ class ControlService:
                 for place in [*held.reserved.values(), *filter(None, [held.spare])]
             ),
             "storage": self.storage.describe(),
+            "dead_units": list(self.dead.units),
+            "lost_samples": self.lost,
         }
 
     def _carry_out(self, effects: Effects) -> None:
@@ -443,6 +452,8 @@ class ControlService:
         return wire.Reserved(place)
 
     def _allocate(self, wanted: WaitingReservation) -> Place | None:
+        if self.dead and len(self.dead.units) == self.dead.of:
+            raise CapacityError(f"all {self.dead.of} storage units have died: there is nowhere to write to")
         place = self._allocate_if_free(wanted)
         if place is None and self._reclaim_spares():
             place = self._allocate_if_free(wanted)
@@ -514,6 +525,32 @@ class ControlService:
         held.grant(waiting.request, place)
         self._send(waiting.request, wire.Reserved(place))
         return True
+
+    def lose(self, loss: Loss) -> None:
+        """Storage has died: nothing is placed there any more, and what was there is cleared, or counts as
+        not written, as its partition says."""
+        self.storage.lose(loss)  # first, because it may refuse
+        units = set(loss.units) - set(self.dead.units)
+        if not units and not loss.chunks:
+            return
+        if self.journal is not None:
+            self.journal.add(Lost(loss, self.now))
+        if units:
+            self.dead = Loss(tuple(sorted({*self.dead.units, *units})), loss.of)
+            logger.warning("storage units %s have died: nothing is written there any more", sorted(units))
+        self._reclaim_spares()
+        stale = StalePlaceError("the storage that it was written to has died")
+        count, effects = self.state.lose(lost_rows(self.table.blocks, self.table.places, loss), stale)
+        if count:
+            self.lost += count
+            logger.warning("%d samples were lost with the storage that had them", count)
+        self._carry_out(effects)
+        self.retry_reservations()
+
+    def committed_places(self) -> list[Place]:
+        """The places that samples refer to."""
+        table = self.table
+        return [table.places[number] for number in {place for place, _, _ in table.blocks.values()}]
 
     def _pop_reserved(self, held: _Client, number: int) -> Place | None:
         """A place that a client has reserved, or its spare, which it has taken without asking."""
@@ -587,6 +624,9 @@ class ControlService:
         place = self._pop_reserved(held, body.place)
         if place is None:
             raise StalePlaceError(f"place {body.place} is not reserved for this client")
+        if self.dead and lost_chunks([place], self.dead):
+            self.storage.free(place)
+            raise StalePlaceError(f"place {body.place} is in a storage unit that has died")
         if not body.layouts or not 0 < body.used <= place.size:
             self.storage.free(place)
             raise InvalidRequestError(

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from rlplane.errors import CheckpointError
-from rlplane.storage.places import Place
+from rlplane.storage.places import Loss, Place
 
 __all__ = ["Journal", "Record", "read_records"]
 
@@ -96,6 +96,13 @@ class Retried(_Record):
     now: float
 
 
+class Lost(_Record):
+    """Storage has died, and what was there."""
+
+    loss: Loss
+    now: float
+
+
 class Outcome(_Record):
     """What the storage answered to the service: a place, True or False, a number of bytes, or nothing."""
 
@@ -115,7 +122,7 @@ class GivenBack(_Record):
     stretches: list[tuple[int, int]]
 
 
-Record = Joined | Left | Asked | Abandoned | HungUp | Expired | Retried | Outcome | Freed | GivenBack
+Record = Joined | Left | Asked | Abandoned | HungUp | Expired | Retried | Lost | Outcome | Freed | GivenBack
 _decoder: msgspec.msgpack.Decoder[list[Record]] = msgspec.msgpack.Decoder(list[Record])
 _encode = msgspec.msgpack.Encoder().encode
 

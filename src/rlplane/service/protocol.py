@@ -16,7 +16,7 @@ import msgspec
 
 from rlplane import errors
 from rlplane.control.rules import PartitionSpec
-from rlplane.storage.places import FieldRows, Layout, Located, Place
+from rlplane.storage.places import FieldRows, Layout, Located, Loss, Place
 
 __all__ = [
     "CHANGES",
@@ -48,6 +48,7 @@ __all__ = [
     "ListIds",
     "Locate",
     "Located",
+    "Lost",
     "MarkClaimed",
     "Peek",
     "Register",
@@ -242,6 +243,12 @@ class Locate(_Request):
     fields: list[str]
 
 
+class Lost(_Request):
+    """Storage has died. That can be said twice without harm; the journal has a record of it of its own."""
+
+    loss: Loss
+
+
 class Clear(_Request):
     partition_id: str
     ids: list[str] | None
@@ -354,6 +361,7 @@ Request = (
     | Withdraw
     | MarkClaimed
     | Inspect
+    | Lost
 )
 
 

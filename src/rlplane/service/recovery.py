@@ -25,12 +25,13 @@ from rlplane.service.journal import (
     Joined,
     Journal,
     Left,
+    Lost,
     Outcome,
     Record,
     Retried,
     read_records,
 )
-from rlplane.storage.places import Place, StorageHost, Stretches
+from rlplane.storage.places import Loss, Place, StorageHost, Stretches
 
 __all__ = ["About", "JournaledHost", "Recovered", "recover"]
 
@@ -96,6 +97,10 @@ class JournaledHost:
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
         """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._host.read_numbers(place, start, count)
+
+    def lose(self, loss: Loss) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        self._host.lose(loss)
 
     def offer_spare(self, client: int, place: Place) -> None:
         """See :class:`~rlplane.storage.places.StorageHost`."""
@@ -172,6 +177,8 @@ class _RepeatingHost:
 
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
+
+    def lose(self, loss: Loss) -> None: ...
 
     def offer_spare(self, client: int, place: Place) -> None: ...
 
@@ -307,3 +314,6 @@ def _repeat(record: Record, recovered: Recovered) -> None:
         case Retried(now):
             service.now = now
             service.retry_reservations()
+        case Lost(loss, now):
+            service.now = now
+            service.lose(loss)

@@ -9,6 +9,7 @@
     scratch.py         memory by the page, and a pool of it for what a read gathers
     leases.py          what keeps the bytes of a read from being recycled
     checkpoint.py      all blocks and the control state in one safetensors file
+    rows.py            where the rows of a block lie in it
     keyed.py           the service's half of storages that address bytes by a key: counting, and discarding
     chunks.py          the client's half of storages that bytes travel to: places cut into chunks
     memory.py          a dictionary, for clients of one process

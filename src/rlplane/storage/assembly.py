@@ -26,7 +26,7 @@ from rlplane.storage.objects import decode_object
 from rlplane.storage.places import FieldRows, Layout
 from rlplane.storage.trees import Own, TreeReader
 
-__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "row_bounds", "stack_objects"]
+__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "stack_objects"]
 
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
@@ -348,19 +348,6 @@ def _offsets(block: Bytes, layout: Layout) -> NDArray[np.int64]:
         return np.frombuffer(layout.offsets, np.int64)
     at = layout.offsets_at
     return block[at : at + 8 * (layout.rows + 1)].view(np.int64)
-
-
-def row_bounds(layout: Layout, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where rows begin and end in a block whose offsets are in its layout, in bytes."""
-    if layout.kind == "enum":
-        size = DTYPES[layout.dtype].itemsize
-        return positions * size, (positions + 1) * size
-    size = element_size(layout)
-    if layout.kind == "dense":
-        return positions * size, (positions + 1) * size
-    assert layout.offsets is not None
-    offsets = np.frombuffer(layout.offsets, np.int64)
-    return offsets[positions] * size, offsets[positions + 1] * size
 
 
 def _check_values(name: str, layout: Layout) -> None:

@@ -16,44 +16,49 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplane.errors import PlaneConnectionError
-from rlplane.storage.assembly import Bytes, row_bounds
+from rlplane.storage.assembly import Bytes
 from rlplane.storage.copying import copy_all
 from rlplane.storage.keyed import CHUNK_BYTES, chunk_count
 from rlplane.storage.layout import EncodedColumn, fill
 from rlplane.storage.leases import ReadLease
-from rlplane.storage.places import FieldRows, Layout, Located, Place, RowsLostError
+from rlplane.storage.places import FieldRows, Located, Loss, Place, RowsLostError
+from rlplane.storage.rows import stretches
 from rlplane.storage.scratch import scratch
-from rlplane.storage.trees import pieces_in
 
-__all__ = ["Chunk", "ChunkStore", "ChunkedStorage", "ChunksLostError", "chunk_keys"]
+__all__ = ["Chunk", "ChunkStore", "ChunkedStorage", "ChunksLostError", "chunk_keys", "chunks_of"]
 
 
 class Chunk(NamedTuple):
-    """A value of the store, and where its bytes are in a buffer."""
+    """A value of the store, and where its bytes are in a buffer. ``dead`` are the storage units that had
+    died before its place was reserved."""
 
     key: int
     start: int
     size: int
+    dead: tuple[int, ...] = ()
 
 
 class ChunksLostError(PlaneConnectionError):
-    """Chunks that were written are not in the store any more; ``keys`` says which."""
+    """Chunks that were written are not to be had any more; ``keys`` says which, and ``loss`` what is known to
+    be gone for good."""
 
-    def __init__(self, message: str = "", keys: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, message: str = "", keys: frozenset[int] = frozenset(), loss: Loss | None = None
+    ) -> None:
         super().__init__(message)
-        self.keys = keys
+        self.keys, self.loss = keys, loss or Loss()
 
 
 class ChunkStore(Protocol):
     """A store of values by number. Calls raise ``PlaneConnectionError`` instead of hanging."""
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        """Store the bytes of chunks."""
+        """Store the bytes of chunks; ``UnitsDiedError`` when others could be stored."""
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
         """Fetch the bytes of chunks into the buffer; ``ChunksLostError`` when one is not there."""
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop(self, chunks: Sequence[Chunk]) -> None:
         """Remove values; those that are not there are ignored."""
 
     def close(self) -> None:
@@ -63,6 +68,15 @@ class ChunkStore(Protocol):
 def chunk_keys(place: Place) -> range:
     """The keys of a place's chunks."""
     return range(place.number, place.number + chunk_count(place.size))
+
+
+def chunks_of(place: Place) -> list[Chunk]:
+    """The chunks of a place, in memory that stands for it."""
+    starts = range(0, max(place.size, 1), CHUNK_BYTES)
+    return [
+        Chunk(key, start, min(CHUNK_BYTES, place.size - start), place.at)
+        for key, start in zip(chunk_keys(place), starts, strict=True)
+    ]
 
 
 class ChunkedStorage:
@@ -83,21 +97,17 @@ class ChunkedStorage:
         total = max(sum(column.nbytes for column in columns), 1)
         buffer = scratch.empty(total)
         fill(buffer, 0, columns)
-        chunks = [
-            Chunk(place.number + number, start, min(CHUNK_BYTES, total - start))
-            for number, start in enumerate(range(0, total, CHUNK_BYTES))
-        ]
-        self._store.put(chunks, buffer, deadline)
+        self._store.put(chunks_of(Place(place.number, total, place.at)), buffer, deadline)
 
     def discard(self, place: Place) -> None:
         """See :class:`~rlplane.storage.places.StorageClient`."""
-        self._store.drop(chunk_keys(place))
+        self._store.drop(chunks_of(place))
 
     def open(self, located: Located, lease: ReadLease) -> _FetchedPlaces:
         """See :class:`~rlplane.storage.places.StorageClient`."""
         bases = np.concatenate(([0], np.cumsum([place.size for place in located.places], dtype=np.int64)))
         chunks = [
-            Chunk(place.number + number, base + start, min(CHUNK_BYTES, place.size - start))
+            Chunk(place.number + number, base + start, min(CHUNK_BYTES, place.size - start), place.at)
             for place, base, wanted in zip(
                 located.places, bases[:-1].tolist(), _wanted_chunks(located), strict=True
             )
@@ -109,7 +119,7 @@ class ChunkedStorage:
             if chunks:
                 self._store.get(chunks, buffer)
         except ChunksLostError as error:
-            raise RowsLostError(error.message, _rows_in(located, error.keys)) from error
+            raise RowsLostError(error.message, _rows_in(located, error.keys), error.loss) from error
         return _FetchedPlaces(located, bases.tolist(), buffer, sum(chunk.size for chunk in chunks))
 
     def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
@@ -118,7 +128,7 @@ class ChunkedStorage:
         end = min(-(-max(start + nbytes, 1) // CHUNK_BYTES) * CHUNK_BYTES, place.size)
         buffer = scratch.empty(end - origin)
         chunks = [
-            Chunk(place.number + at // CHUNK_BYTES, at - origin, min(CHUNK_BYTES, end - at))
+            Chunk(place.number + at // CHUNK_BYTES, at - origin, min(CHUNK_BYTES, end - at), place.at)
             for at in range(origin, end, CHUNK_BYTES)
         ]
         self._store.get(chunks, buffer)
@@ -178,7 +188,7 @@ def _wanted_chunks(located: Located) -> list[Sequence[int]]:
             index, at, layout = located.blocks[block]
             if index not in large:
                 continue
-            begins, ends = _stretches(layout, positions[blocks == block], path)
+            begins, ends = stretches(layout, positions[blocks == block], path)
             some = ends > begins
             np.add.at(edges[index], (at + begins[some]) // CHUNK_BYTES, 1)
             np.add.at(edges[index], (at + ends[some] - 1) // CHUNK_BYTES + 1, -1)
@@ -194,23 +204,12 @@ def _rows_in(located: Located, keys: frozenset[int]) -> list[int]:
         for row, block, position in zip(_numbers(rows), *_blocks_and_positions(rows), strict=True):
             index, at, layout = located.blocks[block]
             number = located.places[index].number
-            begins, ends = _stretches(layout, np.array([position], np.int64), path)
+            begins, ends = stretches(layout, np.array([position], np.int64), path)
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 first, last = (at + begin) // CHUNK_BYTES, (at + max(begin, end - 1)) // CHUNK_BYTES
                 if any(key in keys for key in range(number + first, number + last + 1)):
                     lost[row] = None
     return list(lost)
-
-
-def _stretches(
-    layout: Layout, positions: NDArray[np.int64], path: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the bytes begin and end, in their block, that have to be there to read these rows."""
-    begins, ends = row_bounds(layout, positions)
-    if layout.pieces is None:
-        return begins, ends
-    more_begins, more_ends = pieces_in(layout, positions, path)
-    return np.concatenate((begins, more_begins)), np.concatenate((ends, more_ends))
 
 
 def _paths(located: Located) -> list[str]:

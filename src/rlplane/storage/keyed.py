@@ -12,14 +12,15 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.storage.places import Place, Stretches
+from rlplane.errors import InvalidRequestError
+from rlplane.storage.places import Loss, Place, Stretches
 
-__all__ = ["BackgroundDiscard", "KeyedHost"]
+__all__ = ["BackgroundDiscard", "KeyedHost", "lost_chunks", "unit_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,43 @@ def chunk_count(nbytes: int) -> int:
     return max(1, -(-nbytes // CHUNK_BYTES))
 
 
+def unit_of(key: int, units: int, dead: Sequence[int]) -> int:
+    """Which of so many storage units a chunk is in; ``dead`` are those that had died before its place was
+    reserved."""
+    if not dead:
+        return key % units
+    live = [unit for unit in range(units) if unit not in dead]
+    return live[key % len(live)]
+
+
+def lost_chunks(places: Iterable[Place], loss: Loss) -> dict[int, NDArray[np.bool_]]:
+    """Which chunks are gone, for each of the places that have lost some."""
+    units, chunks = frozenset(loss.units), frozenset(loss.chunks)
+    found = {}
+    for place in places:
+        live = [unit for unit in range(loss.of) if unit not in place.at] if units else []
+        lost = [
+            key in chunks or (bool(live) and live[key % len(live)] in units)
+            for key in range(place.number, place.number + chunk_count(place.size))
+        ]
+        if any(lost):
+            found[place.number] = np.array(lost)
+    return found
+
+
 class KeyedHost:
     """Places in a store that is addressed by key; ``discard(place)`` is called for each that is freed.
 
     ``discard`` returns True if the place is gone, and False if :meth:`discarded` will be called when it is:
-    until then its bytes count as used.
+    until then its bytes count as used. A store that consists of ``units`` goes on with those that live: the
+    share of one that died counts as used from then on.
     """
 
-    def __init__(self, limit: int | None, discard: Callable[[Place], bool]) -> None:
+    def __init__(self, limit: int | None, discard: Callable[[Place], bool], units: int = 0) -> None:
         self.limit = limit
-        self.used = 0
+        self._used = 0
+        self._units = units
+        self._dead: tuple[int, ...] = ()
         self._discard = discard
         # Anywhere but where another plane began: the numbers of two planes must not meet in one store. The
         # chunks of a place have consecutive keys, which fit into 63 bits.
@@ -55,26 +83,39 @@ class KeyedHost:
 
     def adopt(self, places: Sequence[Place], last_place: Place | None) -> None:
         """Go on from the service of before, whose places are these."""
-        self.used = sum(place.size for place in places)
+        self._used = sum(place.size for place in places)
         self._places = len(places)
         if last_place is not None:
             # A spare that was shrunk has more keys than it shows.
             self._next = last_place.number + 2**20
 
+    @property
+    def used(self) -> int:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        return self._used + (len(self._dead) * (self.limit or 0) // self._units if self._dead else 0)
+
+    def lose(self, loss: Loss) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        if loss.units and (loss.of != self._units or not set(loss.units) <= set(range(self._units))):
+            raise InvalidRequestError(
+                f"the storage has {self._units} units, and not units {list(loss.units)[:8]} of {loss.of}"
+            )
+        self._dead = tuple(sorted({*self._dead, *loss.units}))
+
     def reserve(self, nbytes: int, client: int) -> Place | None:
         """See :class:`~rlplane.storage.places.StorageHost`."""
         if self.limit is not None and self.used + nbytes > self.limit:
             return None
-        place = Place(self._next, nbytes)
+        place = Place(self._next, nbytes, self._dead)
         self._next += chunk_count(nbytes)
-        self.used += nbytes
+        self._used += nbytes
         self._places += 1
         return place
 
     def shrink(self, place: Place, nbytes: int) -> Place:
         """See :class:`~rlplane.storage.places.StorageHost`."""
-        self.used -= place.size - nbytes
-        return Place(place.number, nbytes)
+        self._used -= place.size - nbytes
+        return Place(place.number, nbytes, place.at)
 
     def free(self, place: Place) -> None:
         """See :class:`~rlplane.storage.places.StorageHost`."""
@@ -92,7 +133,7 @@ class KeyedHost:
 
     def discarded(self, places: Sequence[Place]) -> None:
         """These places are gone from the store: their bytes can be used again."""
-        self.used -= sum(place.size for place in places)
+        self._used -= sum(place.size for place in places)
 
     def offer_spare(self, client: int, place: Place) -> None:
         """See :class:`~rlplane.storage.places.StorageHost`."""

@@ -31,12 +31,14 @@ __all__ = [
     "FieldRows",
     "Layout",
     "Located",
+    "Loss",
     "OutOfPagesError",
     "Place",
     "RowsLostError",
     "StorageClient",
     "StorageHost",
     "Stretches",
+    "UnitsDiedError",
 ]
 
 ALIGN = 64
@@ -86,7 +88,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Room for the blocks of one write. Its number is never used again; ``at`` means something to its storage
-    only (in shared memory: segment, offset, and whether its pages exist)."""
+    only (in shared memory: segment, offset, and whether its pages exist; in storage units: those that were
+    dead already, and have nothing of it)."""
 
     number: int
     size: int
@@ -118,13 +121,33 @@ class Located(msgspec.Struct, array_like=True, tag=True):
     paths: list[str] | None = None  # for each field, which leaf of its trees is read; empty for all of them
 
 
-class RowsLostError(PlaneConnectionError):
-    """Bytes that were written are not in the storage any more; ``rows`` are those of the read that are
-    gone."""
+class Loss(msgspec.Struct, array_like=True, frozen=True):
+    """What a client has found to be gone for good: whole storage units, by rank, ``of`` so many, or single
+    chunks, by key."""
 
-    def __init__(self, message: str = "", rows: Sequence[int] = ()) -> None:
+    units: tuple[int, ...] = ()
+    of: int = 0
+    chunks: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.units or self.chunks)
+
+
+class RowsLostError(PlaneConnectionError):
+    """Bytes that were written are not in the storage any more; ``rows`` are those of the read that are gone,
+    and ``loss`` is what is known to be gone for good."""
+
+    def __init__(self, message: str = "", rows: Sequence[int] = (), loss: Loss | None = None) -> None:
         super().__init__(message)
-        self.rows = list(rows)
+        self.rows, self.loss = list(rows), loss or Loss()
+
+
+class UnitsDiedError(PlaneConnectionError):
+    """Storage units have died under a write: another place has to be reserved, which avoids them."""
+
+    def __init__(self, message: str = "", loss: Loss | None = None) -> None:
+        super().__init__(message)
+        self.loss = loss or Loss()
 
 
 class OutOfPagesError(CapacityError):
@@ -162,6 +185,13 @@ class StorageHost(Protocol):
 
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
         """Whole numbers of 64 bits that a client has written; none if the storage cannot look."""
+
+    def lose(self, loss: Loss) -> None:
+        """Storage units have died: nothing is placed there any more, and there is less room.
+
+        Raises:
+            InvalidRequestError: The storage has no such units.
+        """
 
     def offer_spare(self, client: int, place: Place) -> None:
         """Let a client use this place for its next put without asking."""
@@ -202,7 +232,7 @@ class StorageClient(Protocol):
 
         Raises:
             CapacityError: The storage has no memory for it; an ``OutOfPagesError`` if it may have some later.
-            PlaneConnectionError: The storage cannot be reached.
+            PlaneConnectionError: The storage cannot be reached; a ``UnitsDiedError`` if another place can be.
         """
 
     def discard(self, place: Place) -> None:

@@ -22,17 +22,16 @@ from torch import Tensor
 from rlplane.errors import DataPlaneError, InvalidRequestError, MissingDataError, UnsupportedValueError
 from rlplane.storage.dtypes import DTYPES, HOST, dtype_name
 from rlplane.storage.objects import open_ext
-from rlplane.storage.places import ALIGN, Layout
+from rlplane.storage.places import ALIGN
+from rlplane.storage.rows import PIECE
 
-__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_in", "pieces_of"]
+__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_of"]
 
 # Smaller arrays are not worth a reference.
 _WORTH_BULK = 4096
 _TENSOR, _ARRAY = 3, 4
 _encoder = msgspec.msgpack.Encoder()
 _references = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], int, int])
-# A row of Layout.pieces: a row, the number of a leaf, and the bytes that it refers to.
-_PIECE = np.dtype([("row", np.int64), ("leaf", np.int64), ("begin", np.int64), ("end", np.int64)])
 
 Part: TypeAlias = tuple[int, int, int, Tensor]
 """A tensor on its way into a block: to which byte of it, how many bytes, its address, and the tensor itself.
@@ -255,22 +254,7 @@ def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0)
             if wanted.size:
                 leaf = leaves.setdefault(path, len(leaves))
                 found.append((row, leaf, wanted.at, wanted.at + wanted.size))
-    return list(leaves), np.array(found, _PIECE)
-
-
-def pieces_in(
-    layout: Layout, positions: NDArray[np.int64], path: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the bytes begin and end that the rows at ``positions`` refer to, at and below ``path``."""
-    pieces = np.frombuffer(layout.pieces or b"", _PIECE)
-    if path:
-        under = [leaf == path or leaf.startswith(path + ".") for leaf in layout.leaves or ()]
-        pieces = pieces[np.array(under, bool)[pieces["leaf"]]] if len(pieces) else pieces
-    # They are sorted by row, so each row's are neighbours.
-    first = np.searchsorted(pieces["row"], positions, "left")
-    counts = np.searchsorted(pieces["row"], positions, "right") - first
-    at = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return pieces["begin"][at], pieces["end"][at]
+    return list(leaves), np.array(found, PIECE)
 
 
 def _lazy_reference(code: int, data: memoryview) -> Any:

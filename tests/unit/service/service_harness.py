@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.rules import PartitionSpec
-from rlplane.errors import CapacityError
+from rlplane.errors import CapacityError, InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.core import ControlService, PendingRequest
-from rlplane.storage.places import Layout, Place, Stretches
+from rlplane.storage.places import Layout, Loss, Place, Stretches
 from rlplane.storage.shm.arena import PAGE, Arena
 
 FOREVER = float("inf")
@@ -58,6 +58,9 @@ class ArenaHost:
 
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
+
+    def lose(self, loss: Loss) -> None:
+        raise InvalidRequestError("it is in no storage units")
 
     def offer_spare(self, client: int, place: Place) -> None:
         self.on_offer[client] = place.number

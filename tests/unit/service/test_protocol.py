@@ -13,7 +13,7 @@ from rlplane import errors
 from rlplane.control.rules import PartitionSpec
 from rlplane.service import protocol as wire
 from rlplane.service.core import StalePlaceError, StaleSpecError
-from rlplane.storage.places import ALIGN, Layout, Place
+from rlplane.storage.places import ALIGN, Layout, Loss, Place
 
 SPEC = PartitionSpec.checked("p", ["x", "y"], 4, ["t"], 2, {"y": ["a", "b"]})
 LAYOUT = Layout("enum", "torch.uint8", (2, 0), 3, 7, ["a", "b"], b"offsets")
@@ -50,6 +50,7 @@ REQUESTS: list[Any] = [
     wire.Register(SPEC, extend=True),
     wire.MarkClaimed("p", "t", None, True),
     wire.Inspect("p", ["a"], True, [3]),
+    wire.Lost(Loss((1,), 4, (7, 8))),
 ]
 ANSWERS: list[Any] = [
     wire.Failure("KeyError", "text", 3),

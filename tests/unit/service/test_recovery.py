@@ -29,12 +29,13 @@ from rlplane.service.recovery import About, JournaledHost, Recovered, recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
 from rlplane.storage.keyed import KeyedHost
-from rlplane.storage.places import Place
+from rlplane.storage.places import Loss, Place
 from rlplane.storage.shm.arena import PAGE
 
 CAPACITY = 12
 CLIENTS = (0, 1, 2)
 SHARE = 0.25
+UNITS = 5
 
 
 class JournaledDesk:
@@ -44,7 +45,8 @@ class JournaledDesk:
         self.directory = directory
         self.random = random.Random(seed)
         self.journal = Journal(directory)
-        host: Any = KeyedHost(16 * PAGE, lambda place: True) if keyed else ArenaHost(16, 4)
+        host: Any = KeyedHost(16 * PAGE, lambda place: True, UNITS) if keyed else ArenaHost(16, 4)
+        self.has_units = keyed
         self.host = JournaledHost(host, self.journal)
         self.service = ControlService(CAPACITY, self.host, self._send, self.journal, reserve_for_live=SHARE)
         self.answers: dict[tuple[int, int], Any] = {}
@@ -92,8 +94,8 @@ class JournaledDesk:
             return
         kind = pick.choices(
             ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
-             "leave", "unreserve"],
-            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1],
+             "leave", "unreserve", "lose"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units],
         )[0]  # fmt: skip
         ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
         more: dict[str, Any] = {}
@@ -102,7 +104,10 @@ class JournaledDesk:
         timeout_s = pick.choice([0.5, 3.0, FOREVER])
         match kind:
             case "register":
-                spec = PartitionSpec.checked("p", ["x", "y"], pick.choice([3, 6]), ["t", "u"], None, None)
+                flow = {"on_lost": pick.choice(["clear", "keep"])}
+                spec = PartitionSpec.checked(
+                    "p", ["x", "y"], pick.choice([3, 6]), ["t", "u"], None, None, flow
+                )
                 self.ask(client, wire.Register(spec), **more)
             case "reserve":
                 room = pick.randrange(1, 6) * PAGE
@@ -136,6 +141,11 @@ class JournaledDesk:
                 self.service.disconnect(client, died=pick.random() < 0.5)
                 self.places[client], self.leases[client] = [], []
                 self.spares.pop(client, None)
+            case "lose":
+                chunks = pick.sample(sorted(self.service.table.places), min(1, len(self.service.table.places)))
+                unit = (pick.randrange(UNITS),)
+                loss = Loss(unit, UNITS) if pick.random() < 0.4 else Loss(chunks=tuple(chunks))
+                self.ask(client, wire.Lost(loss), **more)
             case "unreserve":
                 if self.places[client]:
                     self.ask(client, wire.Unreserve(self.places[client].pop().number), **more)
@@ -184,6 +194,7 @@ def picture(service: ControlService) -> dict[str, Any]:
         "lines": [line_picture(service._waiting_reservations), line_picture(service.state._waiting_puts)],
         "unanswered": sorted(service._unanswered),
         "blocks": dict(service.table.blocks),
+        "lost": (service.dead, service.lost),
         "places": {n: service.table.places[n] for n, count in references.items() if count},
         "references": {n: count for n, count in references.items() if count},
         "clients": {
@@ -205,12 +216,13 @@ def partition_picture(partition: Any) -> dict[str, Any]:
     return {
         "spec": partition.spec,
         "version": partition.version,
+        "evicted": (dict(partition.flow.evicted), list(partition.table.lost_ids)),
         "written": partition.table.written,
         "ids": partition.ids[rows].tolist(),
         "tags": partition.tags[rows].tolist(),
         "born": partition.table.born[rows].tolist(),
         "fields": {
-            name: (c.block[rows].tolist(), c.position[rows].tolist(), c.produced, c.stamped)
+            name: (c.block[rows].tolist(), c.position[rows].tolist(), c.produced, c.stamped, set(c.lost))
             for name, c in partition.columns.items()
         },
         "tasks": {

@@ -11,9 +11,9 @@ from rlplane.adapters.client import PlaneClient
 from rlplane.adapters.link import Link
 from rlplane.config import load_config
 from rlplane.service.in_process import InProcessConnection, LocalService
-from rlplane.storage.chunks import Chunk, ChunkedStorage, ChunksLostError, chunk_keys
+from rlplane.storage.chunks import Chunk, ChunkedStorage, ChunksLostError, chunks_of
 from rlplane.storage.keyed import KeyedHost
-from rlplane.storage.places import Place
+from rlplane.storage.places import Loss, Place
 
 
 class MemoryChunks:
@@ -27,7 +27,7 @@ class MemoryChunks:
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
         memory = buffer.numpy()
         with self.lock:
-            for key, start, size in chunks:
+            for key, start, size, _ in chunks:
                 self.values[key] = memory[start : start + size].tobytes()
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
@@ -35,16 +35,16 @@ class MemoryChunks:
         with self.lock:
             lost = frozenset(chunk.key for chunk in chunks if chunk.key not in self.values)
             if lost:
-                raise ChunksLostError("gone", lost)
-            for key, start, size in chunks:
+                raise ChunksLostError("gone", lost, Loss(chunks=tuple(sorted(lost))))
+            for key, start, size, _ in chunks:
                 assert len(self.values[key]) == size
                 memory[start : start + size] = self.values[key]
                 self.fetched.append(key)
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop(self, chunks: Sequence[Chunk]) -> None:
         with self.lock:
-            for key in keys:
-                self.values.pop(key, None)
+            for chunk in chunks:
+                self.values.pop(chunk.key, None)
 
     def close(self) -> None:
         pass
@@ -62,7 +62,7 @@ class ChunkPlane:
         return ChunkClient(self)
 
     def _discard(self, place: Place) -> bool:
-        self.store.drop(chunk_keys(place))
+        self.store.drop(chunks_of(place))
         return True
 
 

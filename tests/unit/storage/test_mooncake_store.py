@@ -16,6 +16,7 @@ from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnection
 from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.mooncake import store as module
 from rlplane.storage.mooncake.store import MooncakeStore
+from rlplane.storage.places import Loss, UnitsDiedError
 
 NOT_FOUND, NO_ROOM, TRANSFER, UNREACHABLE_MASTER, OTHER = -704, -200, -800, -900, -1
 FOREVER = float("inf")
@@ -71,6 +72,9 @@ class FakeMooncake:
             for name, code in zip(names, codes, strict=True)
         ]
 
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [int(name in self.values) for name in names]
+
     def close(self) -> None:
         self.closed = True
 
@@ -125,7 +129,7 @@ def test_chunks_come_back_and_no_call_has_too_many_keys(mooncake: Any) -> None:
     got = torch.zeros(100, dtype=torch.uint8)
     store.get(chunks, got)
     assert torch.equal(got, buffer)
-    store.drop([*range(10), 77])
+    store.drop([*chunks, Chunk(77, 0, 10)])
     assert fake.values == {}
     sizes = [len(keys) for _, keys in fake.calls]
     assert sizes == [4, 4, 2, 4, 4, 2, 4, 4, 3]
@@ -206,27 +210,63 @@ def test_a_failed_put_is_told_even_when_it_cannot_be_cleaned_up(mooncake: Any) -
         store.put(chunks, buffer, FOREVER)
 
 
+def a_unit_has_died() -> None:
+    raise UnitsDiedError("storage unit 1 has died")
+
+
+def test_what_cannot_be_read_because_a_unit_died_is_lost_with_it(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    store._check_alive = a_unit_has_died
+    fails_times(fake, 2, get=TRANSFER)
+    store.get(chunks, buffer)  # it was another that has died
+    fails_times(fake, 3, get=TRANSFER)
+    with pytest.raises(ChunksLostError, match="storage unit 1 has died") as lost:
+        store.get(chunks, buffer)
+    assert lost.value.keys == {5} and lost.value.loss == Loss(chunks=(5,))
+
+
+def test_a_put_goes_on_until_mooncake_has_noticed_that_a_unit_died(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store._check_alive = a_unit_has_died
+    fails_times(fake, 6, put=TRANSFER)
+    store.put(chunks, buffer, time.monotonic() + 60)
+    assert len(fake.values) == 10
+    fails_times(fake, 10**6, put=TRANSFER)
+    with pytest.raises(CapacityTimeoutError, match="nothing was written"):
+        store.put(chunks, buffer, time.monotonic() + 0.2)
+
+
 @pytest.mark.parametrize("code", [TRANSFER, UNREACHABLE_MASTER])
-def test_what_fails_because_a_unit_or_the_master_died_is_lost_with_it(mooncake: Any, code: int) -> None:
+def test_what_fails_because_the_master_died_is_an_error(mooncake: Any, code: int) -> None:
     fake, store = mooncake
     chunks, buffer = ten_chunks()
     store.put(chunks, buffer, FOREVER)
 
     def dead() -> None:
-        raise PlaneConnectionError("storage unit 1 has died")
+        raise PlaneConnectionError("the master has died")
 
     store._check_alive = dead
     fails_times(fake, 1, get=code)
-    with pytest.raises(ChunksLostError, match="storage unit 1 has died") as lost:
+    with pytest.raises(PlaneConnectionError, match="the master has died"):
         store.get(chunks, buffer)
-    assert lost.value.keys == {5}
+
+
+def test_keys_without_a_value_are_found_out(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks, buffer, FOREVER)
+    del fake.values["rlplane/5"]
+    assert store.missing([*range(10), 77]) == [5, 77]
 
 
 def test_what_cannot_be_removed_is_an_error_with_its_code(mooncake: Any) -> None:
     fake, store = mooncake
     fake.fault = lambda call, key: OTHER
     with pytest.raises(DataPlaneError, match="could not remove a value: code -1"):
-        store.drop([1])
+        store.drop([Chunk(1, 0, 10)])
 
 
 @pytest.mark.parametrize("call", ["put", "get", "drop"])
@@ -237,7 +277,7 @@ def test_a_mooncake_that_does_not_answer_is_an_error_in_time(mooncake: Any, call
     calls = {
         "put": lambda: store.put(chunks, buffer, FOREVER),
         "get": lambda: store.get(chunks, buffer),
-        "drop": lambda: store.drop([1]),
+        "drop": lambda: store.drop([Chunk(1, 0, 10)]),
     }
     outcome: list[BaseException] = []
 

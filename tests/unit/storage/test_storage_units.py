@@ -13,6 +13,7 @@ import zmq
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.storage.chunks import Chunk, ChunksLostError
+from rlplane.storage.places import Loss, UnitsDiedError
 from rlplane.storage.transfer_queue import units as module
 from rlplane.storage.transfer_queue.units import StorageUnits
 
@@ -98,7 +99,7 @@ class Plane:
     def _check(self, rank: int) -> None:
         self.asked.append(rank)
         if rank in self.dead:
-            raise PlaneConnectionError(f"storage unit {rank} has died")
+            raise UnitsDiedError(f"storage unit {rank} has died")
 
     def get(self, keys: list[int]) -> list[list[int]]:
         buffer = torch.zeros(SIZE * len(keys), dtype=torch.uint8)
@@ -126,7 +127,7 @@ def rows(*keys: int) -> list[list[int]]:
 def test_chunks_are_divided_among_the_units_and_come_back(plane: Plane) -> None:
     assert [sorted(unit.values) for unit in plane.units] == [[0, 2, 4], [1, 3, 5]]
     assert plane.get([5, 0, 3]) == rows(5, 0, 3)
-    plane.store.drop([0, 1, 2, 99])
+    plane.store.drop([Chunk(key, 0, SIZE) for key in (0, 1, 2, 99)])
     assert [sorted(unit.values) for unit in plane.units] == [[4], [3, 5]]
 
 
@@ -153,7 +154,7 @@ def test_an_error_of_a_unit_is_the_callers(plane: Plane, call: str) -> None:
     plane.units[0].answer = lambda kind, body: ("PUT_ERROR", {"message": "no"})
     calls = {
         "put": lambda: plane.store.put([Chunk(8, 0, SIZE)], torch.zeros(SIZE, dtype=torch.uint8), FOREVER),
-        "drop": lambda: plane.store.drop([8]),
+        "drop": lambda: plane.store.drop([Chunk(8, 0, SIZE)]),
     }
     with pytest.raises(PlaneConnectionError, match="storage unit 0 failed: no"):
         calls[call]()
@@ -203,6 +204,30 @@ def test_a_silent_unit_that_has_died_takes_its_chunks_with_it(plane: Plane) -> N
         plane.get([0, 1, 2])
     assert lost.value.keys == {0, 2}
     assert plane.get([1]) == rows(1)
+
+
+def test_what_a_dead_unit_would_have_had_goes_to_the_others_and_is_found_there(plane: Plane) -> None:
+    plane.units[0].answer = lambda kind, body: None
+    plane.dead.add(0)
+    buffer = torch.arange(2 * SIZE, dtype=torch.uint8)
+    with pytest.raises(UnitsDiedError, match="storage unit 0 has died") as died:
+        plane.store.put([Chunk(8, 0, SIZE), Chunk(9, SIZE, SIZE)], buffer, FOREVER)
+    assert died.value.loss == Loss((0,), 2)
+    plane.asked.clear()
+    with pytest.raises(UnitsDiedError):
+        plane.store.put([Chunk(10, 0, SIZE)], buffer, FOREVER)
+    assert plane.asked == [], "it is known to be dead"
+
+    chunks = [Chunk(12, 0, SIZE, (0,)), Chunk(13, SIZE, SIZE, (0,))]
+    plane.store.put(chunks, buffer, FOREVER)
+    got = torch.zeros(2 * SIZE, dtype=torch.uint8)
+    plane.store.get(chunks, got)
+    assert torch.equal(got, buffer) and {12, 13} <= plane.units[1].values.keys()
+    with pytest.raises(ChunksLostError) as lost:
+        plane.get([0, 1])
+    assert lost.value.keys == {0} and lost.value.loss == Loss((0,), 2)
+    plane.store.drop([*chunks, Chunk(0, 0, SIZE), Chunk(1, 0, SIZE)])
+    assert not {1, 12, 13} & plane.units[1].values.keys()
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(plane: Plane) -> None:

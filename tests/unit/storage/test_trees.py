@@ -47,17 +47,17 @@ class DictChunks:
         self.fetched: list[int] = []
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        for key, start, size in chunks:
+        for key, start, size, _ in chunks:
             self.values[key] = buffer[start : start + size].numpy().tobytes()
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
-        for key, start, size in chunks:
+        for key, start, size, _ in chunks:
             self.fetched.append(key)
             buffer.numpy()[start : start + size] = np.frombuffer(self.values[key], np.uint8)
 
-    def drop(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self.values.pop(key, None)
+    def drop(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.values.pop(chunk.key, None)
 
     def close(self) -> None:
         self.values.clear()

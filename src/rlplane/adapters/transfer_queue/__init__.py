@@ -3,6 +3,7 @@
     client.py       TQDataPlaneClient: a connection over TCP, and a storage that bytes travel to
     plane.py        starting, finding and ending the actors of a plane; the only file that starts Ray
     service.py      the control service inside a Ray actor
+    watch.py        UnitWatch: notices storage units that die
     native.py       NativeTQDataPlaneClient: by TransferQueue's own interface, through native_queue.py
     leaves.py       document 002's functions on the leaves of a TensorDict
     runtime_env.py  the pin for TransferQueue's actors

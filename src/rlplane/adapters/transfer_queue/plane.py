@@ -32,6 +32,7 @@ from rlplane.storage.mooncake.network import (
 )
 from rlplane.storage.mooncake.processes import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
 from rlplane.storage.mooncake.store import MooncakeStore
+from rlplane.storage.places import UnitsDiedError
 from rlplane.storage.transfer_queue.units import StorageUnits
 
 __all__ = ["Plane", "_connect_existing", "_init_tq", "open_store"]
@@ -85,16 +86,26 @@ class Plane:
         return self._storage_actor(MASTER) if self.backend == "mooncake_cpu" else None
 
     def check_alive(self, names: Sequence[str], timeout_s: float) -> None:
-        """Raise when one of these actors has died. One that only does not answer may be busy."""
+        """Raise when one of these actors has died: a ``UnitsDiedError`` for a storage unit, which nobody
+        starts again. One that only does not answer may be busy."""
         ray = _ray()
         for name in names:
             try:
                 actor = self._storage_actor(name)
                 ray.get(actor.get_zmq_server_info.remote(), timeout=max(0.5, min(timeout_s, 5.0)))
-            except ray.exceptions.GetTimeoutError:
+            except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
                 continue
-            except (ValueError, ray.exceptions.RayError) as error:
-                raise PlaneConnectionError(f"{name} has died: {str(error).splitlines()[0]}") from error
+            except (ValueError, ray.exceptions.ActorDiedError) as error:
+                died = PlaneConnectionError if name == MASTER else UnitsDiedError
+                raise died(f"{name} has died: {str(error).splitlines()[0]}") from error
+            except ray.exceptions.RayError as error:
+                raise PlaneConnectionError(
+                    f"{name} has died or failed: {str(error).splitlines()[0]}"
+                ) from error
+
+    def check_unit(self, rank: int, timeout_s: float) -> None:
+        """Raise when the storage unit of this rank has died."""
+        self.check_alive([UNIT.format(rank)], timeout_s)
 
     def _storage_actor(self, name: str) -> Any:
         ray = _ray()
@@ -379,11 +390,9 @@ def open_store(cfg: DataPlaneConfig, plane: Plane, *, wait_for_close: bool = Fal
     # Before the import of TransferQueue, which reads part of its environment once, as Mooncake does.
     _quiet_transfer_queue(options)
     if plane.backend != "mooncake_cpu":
-
-        def check_unit(rank: int) -> None:
-            plane.check_alive([UNIT.format(rank)], timeout_s)
-
-        return StorageUnits(plane.stores["zmq_info"], check_unit, timeout_s)
+        return StorageUnits(
+            plane.stores["zmq_info"], lambda rank: plane.check_unit(rank, timeout_s), timeout_s
+        )
     ip = options.get("node_ip") or _get_local_node_ip()
     quiet = not options.get("log_to_driver")
     set_mooncake_environment(ip, quiet=quiet)

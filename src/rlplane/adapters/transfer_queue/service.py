@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rlplane.adapters.client import DEFAULT_RECONNECT_TIMEOUT_S
+from rlplane.adapters.transfer_queue.watch import UnitWatch
 from rlplane.service.admission import share_for_live
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
-from rlplane.storage.chunks import chunk_keys
+from rlplane.storage.chunks import chunks_of
 from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
 
@@ -37,7 +38,11 @@ class ServiceActor:
         self._store = open_store(cfg, plane)  # type: ignore[arg-type]
         self._discard = BackgroundDiscard(self._drop, self._dropped)
         self._journal: Journal | None = None
-        self._host = KeyedHost(cfg["global_segment_size"] * cfg["num_storage_units"], self._discard_later)
+        # Mooncake decides by itself which unit a chunk goes to.
+        units = cfg["num_storage_units"] if plane.backend == "simple" else 0
+        self._host = KeyedHost(
+            cfg["global_segment_size"] * cfg["num_storage_units"], self._discard_later, units
+        )
         capacity = cfg["storage_capacity"]
         share = share_for_live(cfg)
         recovered = None
@@ -48,6 +53,7 @@ class ServiceActor:
                 # Ray has started this actor again, after its process died.
                 recovered = recover(self._files, capacity, self._host.limit, share)
                 self._host.adopt(list(recovered.places.values()), recovered.last_place)
+                self._host.lose(recovered.service.dead)
                 for place in recovered.freed:
                     self._discard.add(place, counted=False)
             self._journal = Journal(self._files, 0 if recovered is None else recovered.generation)
@@ -65,6 +71,7 @@ class ServiceActor:
         )
         plane.service = {"address": address, "token": token}
         threading.Thread(target=self._server.run, name="rlplane-service", daemon=True).start()
+        self._watch = UnitWatch(plane, self._store, self._server)
 
     def describe(self) -> dict[str, Any]:
         """What a client needs to join."""
@@ -79,6 +86,7 @@ class ServiceActor:
         self._server.stop()
         self._server.wait_closed(5.0)
         self._discard.close()
+        self._watch.close()
         if self._files is not None:
             shutil.rmtree(self._files, ignore_errors=True)
 
@@ -90,7 +98,7 @@ class ServiceActor:
         return False
 
     def _drop(self, places: Sequence[Place]) -> None:
-        self._store.drop([key for place in places for key in chunk_keys(place)])
+        self._store.drop([chunk for place in places for chunk in chunks_of(place)])
 
     def _dropped(self, places: Sequence[Place]) -> None:
         def count() -> None:

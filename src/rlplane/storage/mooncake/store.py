@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnectionError
 from rlplane.storage.chunks import Chunk, ChunksLostError
+from rlplane.storage.places import Loss, UnitsDiedError
 
 __all__ = ["MooncakeStore"]
 
@@ -39,7 +40,8 @@ class MooncakeStore:
 
     Args:
         client: TransferQueue's ``MooncakeStoreClient``; closed with this store.
-        check_alive: Raises ``PlaneConnectionError`` when the master or a storage unit has died.
+        check_alive: Raises ``UnitsDiedError`` when a storage unit has died, and ``PlaneConnectionError`` when
+            the master has.
         ack_timeout_s: How long an answer may take.
         wait_for_close: Whether ``close`` waits for Mooncake's own threads.
     """
@@ -77,7 +79,7 @@ class MooncakeStore:
             # The service has the place discarded too, but later; this makes room at once.
             if not isinstance(error, _SilentError):
                 with contextlib.suppress(DataPlaneError):
-                    self.drop([chunk.key for chunk in chunks])
+                    self.drop(chunks)
             raise
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
@@ -93,9 +95,18 @@ class MooncakeStore:
 
         self._transfer(move, chunks, buffer, None)
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def missing(self, keys: Sequence[int]) -> list[int]:
+        """Those of the keys that Mooncake has no value for."""
+        absent: list[int] = []
+        for first in range(0, len(keys), _KEYS_PER_CALL):
+            part = keys[first : first + _KEYS_PER_CALL]
+            found = self._call(partial(self._store.batch_is_exist, [_key(key) for key in part]))
+            absent += [key for key, code in zip(part, found, strict=True) if code == 0]
+        return absent
+
+    def drop(self, chunks: Sequence[Chunk]) -> None:
         """See :class:`~rlplane.storage.chunks.ChunkStore`."""
-        names = [_key(key) for key in keys]
+        names = [_key(chunk.key) for chunk in chunks]
         for first in range(0, len(names), _KEYS_PER_CALL):
             part = names[first : first + _KEYS_PER_CALL]
             for code in self._call(partial(self._store.batch_remove, part, force=True)):
@@ -125,36 +136,57 @@ class MooncakeStore:
         attempts = 0
         while True:
             codes = self._call(partial(move, chunks, buffer))
-            failed = [chunk for chunk, code in zip(chunks, codes, strict=True) if code != 0]
+            failed = {chunk: code for chunk, code in zip(chunks, codes, strict=True) if code != 0}
             if not failed:
                 return
-            kinds = {code for code in codes if code != 0}
-            if kinds == {_NO_ROOM} and deadline is not None:
-                # The service has counted the room. What was removed last may still be on its way out, or the
-                # store's memory is in pieces, and Mooncake tells nobody when that changes: ask again.
-                if time.monotonic() > deadline:
-                    nbytes = sum(chunk.size for chunk in failed)
-                    raise CapacityTimeoutError(
-                        f"Mooncake has no room for {nbytes:,} more bytes; nothing was written"
-                    )
-                time.sleep(0.02)
-            else:
+            if deadline is None or not self._waits(failed, deadline):
                 attempts += 1
-                self._retry_or_raise(kinds, attempts, failed)
-            chunks = failed
+                self._retry_or_raise(failed, attempts, is_read=deadline is None)
+            chunks = list(failed)
 
-    def _retry_or_raise(self, kinds: set[int], attempts: int, failed: list[Chunk]) -> None:
-        keys = frozenset(chunk.key for chunk in failed)
-        if _NOT_FOUND in kinds:
-            raise ChunksLostError("Mooncake does not have it any more", keys)
-        if kinds <= _UNREACHABLE:
+    def _waits(self, failed: Mapping[Chunk, int], deadline: float) -> bool:
+        """Wait, if that is what a put has to do.
+
+        The service has counted the room. What was removed last may still be on its way out, or the store's
+        memory is in pieces. A unit that has died is on offer until the master has noticed. Mooncake tells
+        nobody when that changes: ask again.
+        """
+        others = set(failed.values()) - {_NO_ROOM}
+        died = self._dead_unit(others) if others else None
+        if others and died is None:
+            return False
+        if time.monotonic() > deadline:
+            nbytes = sum(chunk.size for chunk in failed)
+            raise CapacityTimeoutError(
+                f"Mooncake has no room for {nbytes:,} more bytes; nothing was written"
+            ) from died
+        time.sleep(0.1 if died else 0.02)
+        return True
+
+    def _retry_or_raise(self, failed: Mapping[Chunk, int], attempts: int, *, is_read: bool) -> None:
+        absent = tuple(chunk.key for chunk, code in failed.items() if code == _NOT_FOUND)
+        if absent and is_read:
+            raise ChunksLostError(
+                "Mooncake does not have it any more", frozenset(absent), Loss(chunks=absent)
+            )
+        died = self._dead_unit(failed.values())
+        if attempts < _ATTEMPTS:
+            time.sleep(0.05 * attempts)
+            return
+        if died is not None:
+            keys = tuple(chunk.key for chunk in failed)
+            raise ChunksLostError(died.message, frozenset(keys), Loss(chunks=keys)) from died
+        codes = sorted(set(failed.values()))
+        raise PlaneConnectionError(f"Mooncake failed {attempts} times with the codes {codes}")
+
+    def _dead_unit(self, codes: Collection[int]) -> UnitsDiedError | None:
+        """The unit that has died, which may be why these calls failed. A dead master is the end of it."""
+        if set(codes) <= _UNREACHABLE:
             try:
                 self._check_alive()
-            except PlaneConnectionError as error:
-                raise ChunksLostError(error.message, keys) from error
-        if attempts >= _ATTEMPTS:
-            raise PlaneConnectionError(f"Mooncake failed {attempts} times with the codes {sorted(kinds)}")
-        time.sleep(0.05 * attempts)
+            except UnitsDiedError as error:
+                return error
+        return None
 
     def _call(self, function: Callable[[], list[int]]) -> list[int]:
         """Call Mooncake, which may wait for ever for a master that died."""
@@ -162,7 +194,8 @@ class MooncakeStore:
         try:
             return future.result(timeout=self._ack_timeout_s + _ANSWER_S)
         except TimeoutError:
-            self._check_alive()
+            with contextlib.suppress(UnitsDiedError):
+                self._check_alive()
             raise _SilentError("Mooncake did not answer; its master may have died") from None
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.errors import CapacityError
-from rlplane.storage.places import Place, Stretches
+from rlplane.errors import CapacityError, InvalidRequestError
+from rlplane.storage.places import Loss, Place, Stretches
 from rlplane.storage.shm.arena import Arena
 from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.holes import discard_pages
@@ -109,6 +109,10 @@ class ShmHost:
     def free(self, place: Place) -> None:
         """See :class:`~rlplane.storage.places.StorageHost`."""
         self._arena.free(place, time.monotonic())
+
+    def lose(self, loss: Loss) -> None:
+        """See :class:`~rlplane.storage.places.StorageHost`."""
+        raise InvalidRequestError("shared memory is in no storage units")
 
     def give_back(self, place: Place, stretches: Stretches) -> Stretches:
         """See :class:`~rlplane.storage.places.StorageHost`."""

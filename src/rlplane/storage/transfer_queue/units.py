@@ -22,6 +22,8 @@ from torch import Tensor
 from rlplane.errors import PlaneConnectionError
 from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.copying import copy_all
+from rlplane.storage.keyed import unit_of
+from rlplane.storage.places import Loss, UnitsDiedError
 
 __all__ = ["StorageUnits"]
 
@@ -36,7 +38,7 @@ class StorageUnits:
 
     Args:
         infos: TransferQueue's ``ZMQServerInfo`` of each unit, by rank.
-        check_alive: Raises ``PlaneConnectionError`` when the unit of that rank has died.
+        check_alive: Raises ``UnitsDiedError`` when the unit of that rank has died.
         ack_timeout_s: How long an answer may take, beside the time that its bytes need.
     """
 
@@ -47,6 +49,7 @@ class StorageUnits:
 
         self._addresses = [infos[rank].to_addr("put_get_socket") for rank in sorted(infos)]
         self._check_alive, self._ack_timeout_s = check_alive, ack_timeout_s
+        self._dead: dict[int, str] = {}  # those that are known to have died, with what was said of it
         self._prefix = STORAGE_CLIENT_IDENTITY_PREFIXES[0]
         self._open_context()
 
@@ -65,7 +68,10 @@ class StorageUnits:
             }
             for unit, mine in self._by_unit(chunks).items()
         }
-        self._exchange("PUT_DATA", requests, "PUT_DATA_RESPONSE", sum(chunk.size for chunk in chunks))
+        try:
+            self._exchange("PUT_DATA", requests, "PUT_DATA_RESPONSE", sum(chunk.size for chunk in chunks))
+        except _UnitDiedError as error:
+            raise UnitsDiedError(error.message, self._loss(error.unit)) from error
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
         """See :class:`~rlplane.storage.chunks.ChunkStore`."""
@@ -80,7 +86,8 @@ class StorageUnits:
             )
         except _UnitFailedError as error:
             keys = frozenset(chunk.key for chunk in by_unit[error.unit])
-            raise ChunksLostError(error.message, keys) from error
+            loss = self._loss(error.unit) if isinstance(error, _UnitDiedError) else None
+            raise ChunksLostError(error.message, keys, loss) from error
         base = buffer.data_ptr()
         copies = []
         held = []
@@ -96,14 +103,19 @@ class StorageUnits:
                 copies.append((base + chunk.start, array.ctypes.data, chunk.size))
         copy_all(copies)
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def drop(self, chunks: Sequence[Chunk]) -> None:
         """See :class:`~rlplane.storage.chunks.ChunkStore`."""
-        requests: dict[int, dict[str, Any]] = {}
-        for key in keys:
-            requests.setdefault(key % len(self._addresses), {"global_indexes": []})["global_indexes"].append(
-                key
-            )
-        self._exchange("CLEAR_DATA", requests, "CLEAR_DATA_RESPONSE", 0)
+        requests = {
+            unit: {"global_indexes": [chunk.key for chunk in mine]}
+            for unit, mine in self._by_unit(chunks).items()
+        }
+        while requests:
+            try:
+                self._exchange("CLEAR_DATA", requests, "CLEAR_DATA_RESPONSE", 0)
+                return
+            except _UnitDiedError as error:
+                # What was there is gone. The others are told, perhaps again.
+                del requests[error.unit]
 
     def close(self) -> None:
         """See :class:`~rlplane.storage.chunks.ChunkStore`."""
@@ -113,8 +125,11 @@ class StorageUnits:
     def _by_unit(self, chunks: Sequence[Chunk]) -> dict[int, list[Chunk]]:
         by_unit: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            by_unit.setdefault(chunk.key % len(self._addresses), []).append(chunk)
+            by_unit.setdefault(unit_of(chunk.key, len(self._addresses), chunk.dead), []).append(chunk)
         return by_unit
+
+    def _loss(self, unit: int) -> Loss:
+        return Loss((unit,), len(self._addresses))
 
     def _exchange(
         self, kind: str, bodies: Mapping[int, dict[str, Any]], expected: str, nbytes: int
@@ -122,6 +137,9 @@ class StorageUnits:
         """Send a request to each unit, then wait for all answers."""
         from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
+        for unit in bodies:
+            if unit in self._dead:
+                raise _UnitDiedError(self._dead[unit], unit)
         sockets = {}
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self._ack_timeout_s + nbytes / _SLOWEST_BYTES_PER_S
@@ -153,8 +171,9 @@ class StorageUnits:
         while not connected.poll(_SILENT_MS):
             try:
                 self._check_alive(unit)
-            except PlaneConnectionError as error:
-                raise _UnitFailedError(error.message, unit) from error
+            except UnitsDiedError as error:
+                self._dead[unit] = error.message
+                raise _UnitDiedError(error.message, unit) from error
             if time.monotonic() > deadline:
                 raise PlaneConnectionError(
                     f"storage unit {unit} did not answer within {self._ack_timeout_s:g} s (ack_timeout_ms)"
@@ -202,3 +221,7 @@ class _UnitFailedError(PlaneConnectionError):
     def __init__(self, message: str, unit: int) -> None:
         super().__init__(message)
         self.unit = unit
+
+
+class _UnitDiedError(_UnitFailedError):
+    """It is gone for good: nobody starts a storage unit again."""
