@@ -4,6 +4,7 @@
 #
 #   interfaces.py      DataPlaneClient, KVBatchMeta and the config types: all that a trainer needs to know
 #   async_interface.py AsyncDataPlaneClient: its methods as coroutines
+#   threaded_claim.py  a claim of a blocking client in an asyncio program
 #   errors.py          every error, its hierarchy drawn in the docstring
 #   config/            load_config: a file, a mapping or one of exemplars/, with environment and overrides
 #   factory.py         build_data_plane_client: engines by name, loaded when asked for
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
         SampleGroup,
         TaskStatus,
     )
+    from rlplane.threaded_claim import claim_in_thread
 
     __version__: str
 
@@ -119,6 +121,7 @@ __all__ = [
     "__version__",
     "build_async_data_plane_client",
     "build_data_plane_client",
+    "claim_in_thread",
     "kv_first_write",
     "load_config",
     "materialize",
@@ -134,6 +137,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncDataPlaneClient": "async_interface",
+    "claim_in_thread": "threaded_claim",
     "FlowPolicy": "control.policies",
     **dict.fromkeys(["build_async_data_plane_client", "build_data_plane_client"], "factory"),
     "load_config": "config",

@@ -22,7 +22,7 @@ METHODS = [name for name in vars(DataPlaneClient) if not name.startswith("_")]
 
 def test_the_snippets_run():
     snippets = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(snippets)],
         capture_output=True,
