@@ -273,3 +273,8 @@ def test_whenever_the_plane_was_saved_a_trainer_goes_on_with_every_prompt_once(
         there = [prompt_number(name) for name in counts.in_flight if name.endswith("_g0")]
         again = [prompt_number(name) for name in other.again]
         assert sorted([*used, *there, *again]) == list(range(counts.prompts))
+        if policy == "in_order":
+            # What was used counts as admitted, so that what was admitted for later steps is not late.
+            begun = {i.partition("_")[0] for i in client.peek_meta(ROLLOUTS, fields=["input_ids"]).sample_ids}
+            admitted = client.partition_status(ROLLOUTS)["flow"]["admitted"]
+            assert admitted == other.version * settings.groups_per_step + len(begun)

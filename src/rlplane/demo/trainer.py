@@ -189,8 +189,8 @@ class Trainer:
         open_then, issued_then = set(state["unfinished"]), state["prompts"]
         # What the weights know already, and only the clear is missing.
         used = {i for i in here if prompt_number(i) < issued_then and prompt_number(i) not in open_then}
-        self.client.clear_samples(sorted(used), ROLLOUTS)
         here -= used
+        self.clear_used([sample_id for sample_id in sorted(used) if sample_id not in evicted])
         there = {prompt_number(name) for name in here}
         issued = max([issued_then, *(number + 1 for number in there)])
         self.again = [f"p{n}" for n in sorted((open_then | set(range(issued_then, issued))) - there)]
@@ -200,6 +200,15 @@ class Trainer:
             cleared[ISSUED_AGAIN] = cleared.get(ISSUED_AGAIN, 0) + rest
         self.counts = SampleCounts(issued, written, here, cleared)
         self.note_evicted([sample_id for sample_id in evicted if sample_id in here])
+
+    def clear_used(self, sample_ids: list[str]) -> None:
+        """Clear what earlier weights were trained on: claimed first, because a prompt that is cleared before
+        it was claimed has failed, and the plane would admit another in its place."""
+        if sample_ids:
+            self.client.put_samples(sample_ids, ROLLOUTS, None, [{"used": True}] * len(sample_ids))
+            size = len(sample_ids)
+            self.client.claim_meta(ROLLOUTS, "train", [], size, blocking=False, where={"used": True})
+            self.client.clear_samples(sample_ids, ROLLOUTS)
 
     def note_evicted(self, sample_ids: list[str]) -> int:
         """Count samples that the plane evicted as too old; return of how many groups, to be issued again."""
