@@ -1,8 +1,11 @@
-"""The short form of ``rlplane stress``."""
+"""The short forms of ``rlplane stress``."""
 
 from __future__ import annotations
 
+import pytest
+
 from rlplane.config import load_config
+from rlplane.testing.flow_stress import POLICIES, run_flow_stress
 from rlplane.testing.stress import run_stress
 
 
@@ -11,3 +14,13 @@ def test_eight_processes_lose_nothing_while_the_service_is_killed_every_two_seco
     assert report.held, report
     assert report.kills >= 1  # more, the less busy the machine is
     assert report.trained > 0
+    assert len(report.pauses_s) == report.kills and f"{max(report.pauses_s):.2f} s at most" in report.row()
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_keeps_its_bound_and_every_prompt_when_the_job_is_killed_and_resumes(policy: str) -> None:
+    small = {"global_segment_size": "64 MiB", "local_buffer_size": "1 MiB"}
+    report = run_flow_stress(load_config("shm", small), policy, 0.0)
+    assert report.held, report
+    assert report.kills == 1 and report.slow > 0 and report.trained > 0

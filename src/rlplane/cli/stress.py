@@ -1,4 +1,4 @@
-"""``rlplane stress``: a plane whose control service is killed again and again, while eight processes work."""
+"""``rlplane stress``: planes that are killed again and again while processes work, and what held."""
 
 from __future__ import annotations
 
@@ -16,27 +16,43 @@ def stress(
     *,
     minutes: Annotated[float, Parameter(alias="-m")] = 1.0,
     engine: Literal["shm", "simple"] = "shm",
+    scenario: Literal["service", "flow"] = "service",
     every: float | None = None,
 ) -> None:
-    """Kill the control service again and again, and count what was lost, handed out twice or changed.
+    """Kill a plane again and again, and count what was lost, handed out twice, changed or too old.
 
-    Prints the row of docs/reliability.md. Exits with 4 if anything did not hold.
+    Prints the rows of docs/reliability.md. Exits with 4 if anything did not hold.
 
     Parameters
     ----------
     minutes
-        How long.
+        How long; the four policies of flow share it.
     engine
         The engine to attack.
+    scenario
+        What is killed: service, the control service while eight processes work; flow, whole jobs, one under
+        each flow policy, which resume from their checkpoints.
     every
-        Seconds between two kills. Default: 2 on shm, 20 on simple, where Ray starts the service again.
+        Seconds between two kills. Default: 2 on shm, 20 on simple, where Ray starts the service again; 5 for
+        flow.
     """
     from rlplane.config import load_config
+    from rlplane.testing.flow_stress import POLICIES, run_flow_stress
     from rlplane.testing.stress import run_stress
 
     cfg = load_config({"shm": "shm", "simple": "cluster-simple"}[engine])
-    pause = every if every is not None else {"shm": 2.0, "simple": 20.0}[engine]
-    report = run_stress(cfg, 60 * minutes, kill_every_s=pause, say=note)
-    write_text("| what was tried | how often | what held |\n| --- | --- | --- |\n" + report.row())
-    if not report.held:
-        raise CommandError("something did not hold; see the row above", ExitCode.FAILED)
+    write_text("| what was tried | how often | what held |\n| --- | --- | --- |")
+    held = True
+    if scenario == "service":
+        pause = every if every is not None else {"shm": 2.0, "simple": 20.0}[engine]
+        report = run_stress(cfg, 60 * minutes, kill_every_s=pause, say=note)
+        write_text(report.row())
+        held = report.held
+    else:
+        for policy in POLICIES:
+            share = 60 * minutes / len(POLICIES)
+            result = run_flow_stress(cfg, policy, share, kill_every_s=every or 5.0, say=note)
+            write_text(result.row())
+            held &= result.held
+    if not held:
+        raise CommandError("something did not hold; see the rows above", ExitCode.FAILED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -30,8 +31,8 @@ PARTITION = "stress"
 _ROWS = 8
 _PRODUCERS, _SCORERS, _TRAINERS = 3, 3, 2
 # Processes start from one that has torch loaded already.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["rlplane.testing.stress"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["rlplane.testing.stress"])
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class StressReport:
     changed: int
     failed_calls: int
     longest_call_s: float
+    pauses_s: tuple[float, ...] = ()  # from each kill to the next answer of the plane
 
     @property
     def held(self) -> bool:
@@ -62,7 +64,9 @@ class StressReport:
         result = (
             f"{self.committed:,} samples committed: {self.lost} lost, {self.twice} twice,"
             f" {self.changed} changed, {self.failed_calls} calls failed;"
-            f" longest call {self.longest_call_s:.2f} s"
+            f" longest call {self.longest_call_s:.2f} s; from the kill to the next answer"
+            f" {statistics.median(self.pauses_s or (0.0,)):.2f} s in the middle,"
+            f" {max(self.pauses_s, default=0.0):.2f} s at most"
         )
         return f"| SIGKILL of the control service, {tried} | {self.kills} | {result} |"
 
@@ -85,19 +89,22 @@ def run_stress(
         worker_cfg: Any = {**cfg, **({"controller_address": address} if address else {})}
         roles = [_produce] * _PRODUCERS + [_score] * _SCORERS + [_train] * _TRAINERS
         workers = [
-            _context.Process(target=_work, args=(role.__name__, worker_cfg, number, books), daemon=True)
+            context.Process(target=_work, args=(role.__name__, worker_cfg, number, books), daemon=True)
             for number, role in enumerate(roles)
         ]
         for worker in workers:
             worker.start()
         while len(list(books.glob("*.ready"))) < len(workers):
             time.sleep(0.05)
-        kills, begin = 0, time.monotonic()
+        pauses: list[float] = []
+        begin = time.monotonic()
         while time.monotonic() - begin < seconds:
             time.sleep(min(kill_every_s, max(seconds - (time.monotonic() - begin), 0.01)))
             os.kill(client.service_status()["pid"], signal.SIGKILL)  # type: ignore[attr-defined]
-            kills += 1
-            say(f"{kills} kills, {len(client.list_sample_ids(PARTITION)):,} samples in the plane")
+            killed = time.monotonic()
+            here = len(client.list_sample_ids(PARTITION))
+            pauses.append(time.monotonic() - killed)
+            say(f"{len(pauses)} kills, {here:,} samples in the plane, a pause of {pauses[-1]:.2f} s")
         (books / "stop").touch()
         for worker in workers:
             worker.join(120)
@@ -109,11 +116,17 @@ def run_stress(
             some = left[at : at + 256]
             changed += _wrong_rows(some, client.get_samples(some, PARTITION, ["tokens"]))
         crashed = sum(worker.exitcode != 0 for worker in workers)
-        return _counted(books, cfg["backend"], seconds, kills, left, changed, crashed)
+        return _counted(books, cfg["backend"], seconds, tuple(pauses), left, changed, crashed)
 
 
 def _counted(
-    books: Path, engine: str, seconds: float, kills: int, left: list[str], changed: int, crashed: int
+    books: Path,
+    engine: str,
+    seconds: float,
+    pauses: tuple[float, ...],
+    left: list[str],
+    changed: int,
+    crashed: int,
 ) -> StressReport:
     lines = [line.split() for path in books.glob("*.book") for line in path.read_text().splitlines()]
     committed = {name for kind, name in lines if kind == "committed"}
@@ -123,7 +136,7 @@ def _counted(
         engine,
         seconds,
         _PRODUCERS + _SCORERS + _TRAINERS,
-        kills,
+        len(pauses),
         len(committed),
         len(trained),
         len(left),
@@ -132,6 +145,7 @@ def _counted(
         changed=changed + sum(kind == "changed" for kind, _ in lines),
         failed_calls=crashed + sum(kind == "failed" for kind, _ in lines),
         longest_call_s=max((float(value) for kind, value in lines if kind == "longest"), default=0.0),
+        pauses_s=pauses,
     )
 
 
