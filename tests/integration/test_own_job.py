@@ -56,6 +56,7 @@ def test_the_bootstrap_client_starts_an_aggregator_that_workers_find_and_ends_it
         client.register_partition("p", ["x"], 8, ["train"])
         address = client.controller_address  # type: ignore[attr-defined]
         run = run_of(address)
+        assert not run.remote_address  # On one machine, no port is opened.
         workers = [
             start_worker("child", inherits=True),
             start_worker("stranger", address, inherits=False),

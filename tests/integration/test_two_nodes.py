@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from rlplane.viewing.feed import read_run
+
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -204,3 +206,98 @@ def test_a_batch_that_one_host_writes_is_read_on_another(hosts, backend):
         "left": [],
     }
     assert worker.received() - before > 3_000_000, "the batch did not travel over the cable"
+
+
+DRIVER = """
+import os, signal, sys
+import ray
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+
+address, run_dir = sys.argv[1:]
+keys = {
+    "transfer_queue.ray_address": address,
+    "transfer_queue.namespace": "seen",
+    "num_storage_units": 2,
+    "observability": {"enabled": True, "role": "driver", "run_dir": run_dir, "callback": list().append},
+}
+with build_data_plane_client(load_config("cluster-simple", keys)) as client:
+    client.register_partition("p", ["x"], 64, ["train"])
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        service = ray.get_actor("rlplane.control", namespace="seen")
+        os.kill(ray.get(service.pid.remote()), signal.SIGKILL)
+        print("killed", flush=True)
+"""
+
+FAR_WORKER = """
+import asyncio, sys, torch
+from tensordict import TensorDict
+from rlplane.config import load_config
+from rlplane.factory import build_async_data_plane_client, build_data_plane_client
+
+address, role = sys.argv[1:]
+keys = {
+    "transfer_queue.ray_address": address,
+    "transfer_queue.namespace": "seen",
+    "observability": {"enabled": True, "role": role, "callback": list().append},
+}
+cfg = load_config("cluster-simple", keys)
+ids, fields = [f"{role}-{n}" for n in range(4)], TensorDict({"x": torch.ones(4, 8)}, [4])
+
+async def put():
+    async with build_async_data_plane_client(cfg, bootstrap=False) as client:
+        await client.put_samples(ids, "p", fields)
+
+if role == "asyncio":
+    asyncio.run(put())
+else:
+    with build_data_plane_client(cfg, bootstrap=False) as client:
+        client.put_samples(ids, "p", fields)
+"""
+
+
+def test_workers_on_another_host_are_seen_by_a_job_that_only_switches_observability_on(hosts, tmp_path):
+    head, worker = hosts
+    runtime, run_dir = tempfile.mkdtemp(prefix="rlp-", dir="/tmp"), tmp_path / "run"
+    environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": runtime}
+    environment.pop("RLPLANE_METRICS_ADDRESS", None)
+    driver = subprocess.Popen(
+        head.command(sys.executable, "-c", DRIVER, f"{HEAD}:6379", str(run_dir)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert driver.stdin is not None and driver.stdout is not None
+    try:
+        assert driver.stdout.readline() == "ready\n"
+        (announced,) = Path(runtime).glob("rlplane/run-*.json")
+        inherited = {"RLPLANE_METRICS_ADDRESS": json.loads(announced.read_text())["events_address"]}
+        # Another host has other files: what is in the driver's directory is not seen there.
+        hide = f'mount -t tmpfs none {runtime} && exec "$@"'
+        for role, extra in (("plain", {}), ("inherited", inherited), ("asyncio", {})):
+            if role == "asyncio":  # It joins a control service that has died and come back.
+                driver.stdin.write("kill\n")
+                driver.stdin.flush()
+                assert driver.stdout.readline() == "killed\n"
+            command = [sys.executable, "-c", FAR_WORKER, f"{HEAD}:6379", role]
+            done = subprocess.run(
+                worker.command("sh", "-c", hide, "sh", *command),
+                capture_output=True,
+                text=True,
+                timeout=180,
+                env={**environment, **extra},
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+        info = json.loads(announced.read_text())
+        assert info["remote_address"].startswith("curve://") and f"@{HEAD}:" in info["remote_address"]
+    finally:
+        driver.stdin.close()
+        driver.wait(120)
+        driver.stdout.close()
+        shutil.rmtree(runtime, ignore_errors=True)
+    final = read_run(run_dir)
+    assert final.state.value == "COMPLETE"
+    assert {"driver", "plain", "inherited", "asyncio"} <= {seen.role for seen in final.workers}
+    assert final.total("samples_written") == 12

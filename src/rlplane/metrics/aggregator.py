@@ -68,6 +68,7 @@ class MetricsAggregatorService:
         token_file: Where that token is. None: it is left in a file of the runtime directory.
         max_values_in_memory: Raw values kept in memory; more are spilled to disk.
         allow_remote: Permit addresses that other machines can reach.
+        remote_host: An address of this machine at which others may send events, encrypted and with a key.
         linger_s: How long the end waits for slow subscribers to take the final frame.
         plane: The plane whose processes are to find this run by its name.
         resume: Go on with the run that was interrupted in ``out_dir``: its name, its events in ``jsonl``.
@@ -92,6 +93,7 @@ class MetricsAggregatorService:
         token_file: Path | None = None,
         max_values_in_memory: int = DEFAULT_MAX_IN_MEMORY,
         allow_remote: bool = False,
+        remote_host: str | None = None,
         linger_s: float = 3.0,
         resume: bool = False,
         plane: str = "",
@@ -126,6 +128,8 @@ class MetricsAggregatorService:
                 allow_remote=allow_remote,
                 context=self._context,
             )
+            undo.callback(self._events.close)
+            self._remote_address = self._events.listen_encrypted(remote_host) if remote_host else ""
             self._snapshots: ZmqMessagePublisher[MetricsSnapshot] = ZmqMessagePublisher(
                 MetricsSnapshotCodec(),
                 snapshot_address or _default_address("snapshots"),
@@ -195,6 +199,7 @@ class MetricsAggregatorService:
             plane=self._plane,
             metrics_address=self._metrics_address,
             token_file=str(self._token_file.absolute()) if self._token_file is not None else "",
+            remote_address=self._remote_address,
         )
 
     async def run(self, on_ready: Callable[[RunInfo], None] | None = None) -> SessionState:
@@ -345,7 +350,7 @@ class MetricsAggregatorService:
             withdraw(self._announced)
             if self._out_dir is not None and self.state.is_final:
                 with contextlib.suppress(OSError, DataPlaneError):
-                    remember(self.info)
+                    remember(msgspec.structs.replace(self.info, token_file="", remote_address=""))
 
 
 def _interrupted_run(out_dir: Path | None, jsonl: Path | None) -> MetricsSnapshot:
@@ -413,6 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             token_file=options.token_file,
             max_values_in_memory=options.max_values_in_memory,
             allow_remote=options.allow_remote,
+            remote_host=options.remote_host,
             linger_s=options.linger,
             resume=options.resume,
             plane=options.plane,
@@ -474,6 +480,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--linger", type=float, default=3.0, metavar="S", help=argparse.SUPPRESS)
     add("--allow-remote", action="store_true", help="permit addresses that other machines can reach")
+    add("--remote-host", metavar="IP", help=argparse.SUPPRESS)
     add("--plane", default="", metavar="NAME", help=argparse.SUPPRESS)
     add("--ready-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser

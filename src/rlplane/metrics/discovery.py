@@ -17,7 +17,16 @@ import msgspec
 from rlplane.atomic_file import write_atomically
 from rlplane.errors import ConfigError
 
-__all__ = ["RunInfo", "announce", "list_finished", "list_runs", "remember", "runtime_directory", "withdraw"]
+__all__ = [
+    "RunInfo",
+    "announce",
+    "announce_child",
+    "list_finished",
+    "list_runs",
+    "remember",
+    "runtime_directory",
+    "withdraw",
+]
 
 _MOST_REMEMBERED = 100
 
@@ -26,6 +35,7 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     """A running aggregator; ``plane`` names the plane whose bootstrap client started it, if one did.
 
     ``metrics_address`` is where Prometheus finds it, and ``token_file`` has the token for that, if there are.
+    ``remote_address`` is where other machines send events to; it has a secret in it.
     """
 
     run_id: str
@@ -38,6 +48,7 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     plane: str = ""
     metrics_address: str = ""
     token_file: str = ""
+    remote_address: str = ""
 
 
 def runtime_directory() -> Path:
@@ -61,6 +72,17 @@ def announce(info: RunInfo) -> Path:
     path = runtime_directory() / f"run-{info.pid}.json"
     write_atomically(path, msgspec.json.encode(info), mode=0o600)
     return path
+
+
+def announce_child(info: RunInfo) -> None:
+    """Leave that file for an aggregator that was just started, unless it has done so, and knows more."""
+    info.pid_start = _start_of(info.pid) or 0
+    directory = runtime_directory()
+    made = directory / f"starting-{info.pid}"
+    write_atomically(made, msgspec.json.encode(info), mode=0o600)
+    with contextlib.suppress(FileExistsError):
+        os.link(made, directory / f"run-{info.pid}.json")
+    made.unlink()
 
 
 def withdraw(path: Path) -> None:

@@ -27,13 +27,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import zmq
 
-from rlplane.errors import ConfigError
+from rlplane.errors import ConfigError, PlaneConnectionError
 from rlplane.metrics.background import BackgroundThread, call_after_fork
 from rlplane.metrics.events import (
     EventBatch,
@@ -46,16 +46,19 @@ from rlplane.metrics.events import (
     pack_ops,
 )
 from rlplane.transport import Pattern, ZmqMessagePublisher, check_address
+from rlplane.transport.curve import without_secret
 
 __all__ = [
     "METRICS_ADDRESS_VARIABLE",
     "OFF",
     "Connection",
     "EventPublisherService",
+    "FindAddress",
     "publisher_from_environment",
 ]
 
 METRICS_ADDRESS_VARIABLE = "RLPLANE_METRICS_ADDRESS"
+FindAddress = Callable[[], str | None]
 OFF = "off"
 """The address that says that there shall be no aggregator."""
 
@@ -69,7 +72,7 @@ class EventPublisherService:
     """Sends a worker's events to the aggregator.
 
     Args:
-        address: The aggregator's events address.
+        address: The aggregator's events address; or what finds it, which is asked by :meth:`find`.
         worker: The worker's name; ``host:pid`` by default. Give each process its own.
         role: Free text that viewers show, such as ``rollout``.
         max_queue: Events that may wait. Beyond it the newest are dropped.
@@ -81,7 +84,7 @@ class EventPublisherService:
 
     def __init__(
         self,
-        address: str,
+        address: str | FindAddress,
         worker: str | None = None,
         *,
         role: str = "",
@@ -90,7 +93,8 @@ class EventPublisherService:
         flush_count: int = 512,
         thread: BackgroundThread | None = None,
     ) -> None:
-        check_address(address, allow_remote=True)
+        if not callable(address):
+            check_address(address, allow_remote=True)
         if not 0 < flush_interval_s <= 0.1:
             raise ConfigError(f"flush_interval_s is {flush_interval_s}; it must be above 0 and at most 0.1")
         if max_queue < 1 or flush_count < 1:
@@ -126,6 +130,19 @@ class EventPublisherService:
         self._begin()
         named = self._given_name is not None
         self.worker = f"{self.worker}/{self.pid}" if named else f"{self.host}:{self.pid}"
+
+    def find(self) -> bool:
+        """Whether it is known where the aggregator is; asks, if it is not."""
+        if callable(self.address):
+            try:
+                found = self.address()
+            except Exception as error:
+                logger.debug("the aggregator is not found yet: %r", error)
+                found = None
+            if found is not None:
+                check_address(found, allow_remote=True)
+                self.address = found
+        return not callable(self.address)
 
     def record(self, event: EventRecord) -> None:
         """Queue an event. Never waits and never raises; a full queue drops it and counts it."""
@@ -177,6 +194,8 @@ class EventPublisherService:
         publisher: ZmqMessagePublisher[EventBatch] | None = None
         try:
             try:
+                if callable(self.address):
+                    raise PlaneConnectionError("nobody knows where the aggregator is")
                 publisher = ZmqMessagePublisher(
                     EventRecordCodec(),
                     self.address,
@@ -189,7 +208,7 @@ class EventPublisherService:
                 logger.warning(
                     "worker %s sends no metrics: cannot connect to %s",
                     self.worker,
-                    self.address,
+                    "the aggregator" if callable(self.address) else without_secret(self.address),
                     exc_info=True,
                 )
                 self._ended = True

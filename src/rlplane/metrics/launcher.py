@@ -100,17 +100,26 @@ def start_aggregator(
 
 
 def spawn_aggregator(
-    *, out_dir: Path | None, run_id: str, events_address: str, snapshot_address: str, plane: str
+    *,
+    out_dir: Path | None,
+    run_id: str,
+    events_address: str,
+    snapshot_address: str,
+    plane: str,
+    remote_host: str | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start an aggregator process at addresses that the caller has chosen, and do not wait for it.
 
-    It ends by itself when this process is gone.
+    It ends by itself when this process is gone. With ``remote_host`` other machines can send events to it;
+    where, is in the file that it leaves for others to find it.
     """
     command = [sys.executable, "-m", "rlplane.metrics.aggregator", "--parent-pid", str(os.getpid())]
     command += ["--events-address", events_address, "--snapshot-address", snapshot_address]
     command += ["--run-id", run_id, "--plane", plane]
     if out_dir is not None:
         command += ["--out", str(out_dir)]
+    if remote_host is not None:
+        command += ["--remote-host", remote_host]
     with _log_file(out_dir) as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
 

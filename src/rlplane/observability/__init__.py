@@ -27,8 +27,15 @@ from rlplane.metrics.event_publisher import OFF
 from rlplane.observability.client import MetricsDataPlaneClient, log_event, logger
 from rlplane.observability.operation import DataPlaneEvent, EventStatus
 from rlplane.observability.outstanding import DataPlaneStats
-from rlplane.observability.own_aggregator import OwnAggregator, find_address, plane_name
+from rlplane.observability.own_aggregator import (
+    OF_THE_PLANE,
+    OwnAggregator,
+    SpansMachines,
+    find_address,
+    plane_name,
+)
 from rlplane.observability.sizes import _td_bytes as _td_bytes
+from rlplane.storage.mooncake.network import _get_local_node_ip
 
 if TYPE_CHECKING:
     from rlplane.interfaces import DataPlaneConfig
@@ -51,7 +58,8 @@ def wrap_with_observability(
 
     Without a ``callback`` each operation is logged by :func:`log_event`. The aggregator's address is
     ``metrics_address``, else the environment variable ``RLPLANE_METRICS_ADDRESS``, else that of the run on
-    this machine that has the plane. When there is none, the ``bootstrap`` client starts one, and ends it.
+    this machine that has the plane, else what the plane says, if it spans machines. When there is none, the
+    ``bootstrap`` client starts one, and ends it.
 
     Raises:
         ConfigError: A sink or the address cannot be used.
@@ -62,12 +70,18 @@ def wrap_with_observability(
         return client
     plane = plane_name(client, cfg)
     address, aggregator = find_address(wanted, "" if bootstrap else plane), None
+    cluster = client if cfg.get("impl") == "transfer_queue" and isinstance(client, SpansMachines) else None
     if address is None and bootstrap:
         try:
-            aggregator = OwnAggregator(plane, wanted.get("run_dir"))
+            host = None if cluster is None else _remote_host(cfg)
+            aggregator = OwnAggregator(plane, wanted.get("run_dir"), host)
             address = aggregator.events_address
+            if cluster is not None and host is not None:
+                aggregator.publish_through(cluster)
         except (DataPlaneError, OSError) as error:
             logger.warning("rlplane top and dash will not see this run: no aggregator could start: %s", error)
+    elif address is None and cluster is not None:
+        address = OF_THE_PLANE
     tracked = wanted.get("track_partitions")
     try:
         return MetricsDataPlaneClient(
@@ -88,3 +102,13 @@ def wrap_with_observability(
         if aggregator is not None:
             aggregator.close()
         raise
+
+
+def _remote_host(cfg: DataPlaneConfig | Mapping[str, Any]) -> str | None:
+    """The address of this machine for the others of the cluster."""
+    options: Mapping[str, Any] = cfg.get("transfer_queue") or {}
+    try:
+        return options.get("node_ip") or _get_local_node_ip()
+    except DataPlaneError as error:
+        logger.warning("rlplane top and dash will not see processes on other machines: %s", error)
+        return None

@@ -23,6 +23,7 @@ from rlplane.interfaces import (
 from rlplane.observability import wrap_with_observability
 from rlplane.observability.client import MetricsDataPlaneClient, as_ids, describe_error, put_effect
 from rlplane.observability.operation import Advanced, Cleared, Effect, Reset
+from rlplane.observability.own_aggregator import SpansMachines
 from rlplane.observability.training_steps import TrainingStep
 from rlplane.transfer_stats import TransferStats
 
@@ -358,6 +359,18 @@ class _EngineView:
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
         return self._engine().list_sample_ids(partition_id)
+
+    def publish_aggregator(self, address: str) -> None:
+        self._spanning_engine().publish_aggregator(address)
+
+    def find_aggregator(self) -> str | None:
+        return self._spanning_engine().find_aggregator()
+
+    def _spanning_engine(self) -> SpansMachines:
+        engine = self._engine()
+        if not isinstance(engine, SpansMachines):
+            raise PlaneConnectionError("the plane is on this machine only")
+        return engine
 
     def _engine(self) -> DataPlaneClient:
         if self._client.engine is None:

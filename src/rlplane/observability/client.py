@@ -32,6 +32,7 @@ from rlplane.observability.operation import (
     Put,
     Reset,
 )
+from rlplane.observability.own_aggregator import way_to
 from rlplane.observability.sizes import _td_bytes, note
 from rlplane.observability.training_steps import StepClock, TrainingStep
 from rlplane.sinks import SinkSpec
@@ -82,7 +83,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         inner: The client to measure.
         on_event: Called with one :class:`DataPlaneEvent` per operation.
         sinks: Names, mappings with ``kind``, or objects with ``write`` and ``close``.
-        metrics_address: The aggregator's address for events.
+        metrics_address: The aggregator's address for events. One that is not of this machine is replaced by
+            what the plane says, if it spans machines; ``plane``: always that one.
         role: What this client is to the job, such as ``rollout``; the viewers show it.
         track_partitions: Partitions whose samples are followed one by one (``"*"``: all).
         transfer_log_interval_s: How often a line about the engine's transfers is logged; None: never.
@@ -116,7 +118,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
             "transfer_log_interval_s": transfer_log_interval_s,
             "capacity": dict(capacity or {}),
         }
-        self._dispatcher = TelemetryDispatcher(on_event, sinks, metrics_address, role, track_partitions)
+        way = way_to(metrics_address, inner)
+        self._dispatcher = TelemetryDispatcher(on_event, sinks, way, role, track_partitions)
         self._monitor = EngineMonitor(
             inner,
             self._dispatcher,

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rlplane.metrics.background import BackgroundThread, call_after_fork
-from rlplane.metrics.event_publisher import EventPublisherService
+from rlplane.metrics.event_publisher import EventPublisherService, FindAddress
 from rlplane.metrics.events import EventRecord, FieldBytes, LogRecord, StepRecord
 from rlplane.observability.accounting import Accounting
 from rlplane.observability.operation import AddedBytes, DataPlaneEvent, Operation, sink_record, step_values
@@ -43,6 +43,9 @@ _LONG_QUEUE = 4096
 _PAUSE_S = 0.02
 _LOOKS_BEFORE_SLEEP = 50
 _KEYS_BETWEEN_PAUSES = 64
+# A job's processes may start in any order, and on a cluster not all at once.
+_LOOK_FOR_AGGREGATOR_S = 120.0
+_PAUSE_BETWEEN_SEARCHES_S = 0.5
 
 
 class Companion(Protocol):
@@ -59,7 +62,7 @@ class TelemetryDispatcher:
     Args:
         on_event: The callback.
         sinks: The sinks, as in the config.
-        metrics_address: Where the aggregator is, if there is one.
+        metrics_address: Where the aggregator is, or what finds it; None if there is none.
         role: What this client is to the job.
         track_partitions: Partitions whose samples are followed one by one (``"*"``: all).
     """
@@ -68,7 +71,7 @@ class TelemetryDispatcher:
         self,
         on_event: Callable[[DataPlaneEvent], None] | None,
         sinks: Sequence[SinkSpec],
-        metrics_address: str | None,
+        metrics_address: str | FindAddress | None,
         role: str,
         track_partitions: Sequence[str],
     ) -> None:
@@ -231,8 +234,9 @@ class TelemetryDispatcher:
 
     def to_aggregator(self, event: EventRecord) -> None:
         """Give the aggregator an event, if there is an aggregator."""
-        if self.publisher is not None:
-            self.publisher.record(event)
+        publisher = self.publisher
+        if publisher is not None:
+            publisher.record(event)
 
     def send_field_bytes(self) -> None:
         """Tell the aggregator how many bytes were written to each field since the last time."""
@@ -271,7 +275,7 @@ class TelemetryDispatcher:
         """Totals, what is outstanding, and how the measuring itself goes."""
         with self.lock:
             self.process()
-            accounting = self.accounting
+            accounting, publisher = self.accounting, self.publisher
             return {
                 **asdict(accounting.outstanding.stats),
                 "keys_outstanding": accounting.outstanding.keys(),
@@ -281,7 +285,7 @@ class TelemetryDispatcher:
                 "ops": accounting.counters.totals(),
                 "callback": self._callback.state() if self._callback is not None else None,
                 "sinks": {sink.name: sink.state() for sink in self._sinks},
-                "events_dropped": self.publisher.n_dropped if self.publisher is not None else 0,
+                "events_dropped": publisher.n_dropped if publisher is not None else 0,
             }
 
     def flush(self, timeout_s: float) -> bool:
@@ -306,6 +310,7 @@ class TelemetryDispatcher:
 
     def _work(self) -> Iterator[float | None]:
         thread, looks = self._thread, 0
+        yield from self._find_aggregator()
         connecting = self.publisher.connect() if self.publisher is not None else contextlib.nullcontext()
         with connecting as aggregator:
             while True:
@@ -327,6 +332,18 @@ class TelemetryDispatcher:
                 # An operation may have come since the last look, and have found the thread awake.
                 if not self._operations:
                     yield None if aggregator is None else aggregator.rest_s()
+
+    def _find_aggregator(self) -> Iterator[float]:
+        """Look for the aggregator until it is found; operations go on meanwhile. It may not have started yet,
+        or there may be none."""
+        publisher, give_up = self.publisher, time.monotonic() + _LOOK_FOR_AGGREGATOR_S
+        while publisher is not None and not publisher.find():
+            if self._thread.closing or time.monotonic() > give_up:
+                logger.warning("no aggregator was found: rlplane top and dash will not see this process")
+                self.publisher = publisher = None
+                return
+            self.process(with_pauses=True)
+            yield _PAUSE_BETWEEN_SEARCHES_S
 
     def _build_sinks_after_fork(self) -> None:
         try:

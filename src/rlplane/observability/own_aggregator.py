@@ -1,7 +1,9 @@
 """The aggregator of a job that only says ``observability: {enabled: true}``.
 
 The bootstrap client starts it and ends it. Other processes find it by an environment variable that they
-inherit, or by the name of the plane that they join, among the runs of this machine.
+inherit, or by the name of the plane that they join, among the runs of this machine. On a cluster it can be
+reached from other machines too, encrypted: where, and with which key, the plane itself tells those who join
+it.
 """
 
 from __future__ import annotations
@@ -12,25 +14,41 @@ import os
 import secrets
 import signal
 import subprocess
+import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlplane.errors import DataPlaneError
 from rlplane.interfaces import ADDRESS_VARIABLE
 from rlplane.metrics.aggregator import new_run_id
-from rlplane.metrics.discovery import RunInfo, announce, list_runs, runtime_directory
-from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, EventPublisherService
+from rlplane.metrics.discovery import RunInfo, announce_child, list_runs, runtime_directory
+from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, OFF, EventPublisherService, FindAddress
 from rlplane.metrics.events import SESSION_ROLE, SessionEvent
 from rlplane.metrics.launcher import spawn_aggregator
 
-__all__ = ["OwnAggregator", "find_address", "plane_name"]
+__all__ = ["OF_THE_PLANE", "OwnAggregator", "SpansMachines", "find_address", "plane_name", "way_to"]
 
 logger = logging.getLogger("rlplane.observability")
 
+OF_THE_PLANE = "plane"
+"""The address that says that the plane knows it."""
 DEFAULT_RUNS = Path("runs")
 _END_S = 15.0
+_PAUSES_S = (0.2, 2.0)
+
+
+@runtime_checkable
+class SpansMachines(Protocol):
+    """An engine whose clients are on several machines, and which tells them where the aggregator is."""
+
+    def publish_aggregator(self, address: str) -> None:
+        """Tell all clients of the plane. Raises while there is no plane."""
+
+    def find_aggregator(self) -> str | None:
+        """What the bootstrap client has told; None if nothing yet. Raises while there is no plane."""
 
 
 def plane_name(client: object, cfg: Mapping[str, Any]) -> str:
@@ -52,6 +70,34 @@ def find_address(wanted: Mapping[str, Any], plane: str) -> str | None:
     return given
 
 
+def way_to(address: str | None, client: object) -> str | FindAddress | None:
+    """What to send events to: ``address``, if it can be reached from here, else what asks the plane.
+
+    A copy of a client, and an environment, may come from another machine, where the address was right.
+    """
+    if address is None or address == OFF:
+        return None
+    if not isinstance(client, SpansMachines) or (address != OF_THE_PLANE and _is_reachable(address)):
+        return None if address == OF_THE_PLANE else address
+    engine = weakref.ref(client)
+
+    def ask() -> str | None:
+        found = engine()
+        return None if found is None else found.find_aggregator()
+
+    return ask
+
+
+def _is_reachable(address: str) -> bool:
+    if not address.startswith("ipc://"):
+        return True
+    if Path(address.removeprefix("ipc://")).exists():
+        return True
+    with contextlib.suppress(DataPlaneError, OSError):  # One that is starting has no socket yet.
+        return any(run.events_address == address for run in list_runs())
+    return False
+
+
 class OwnAggregator:
     """An aggregator process that begins and ends with the client that starts it.
 
@@ -61,12 +107,13 @@ class OwnAggregator:
     Args:
         plane: The name of the plane, by which other processes find it.
         run_dir: Where the final snapshot goes; None for a new directory in ``./runs``.
+        remote_host: The address of this machine at which others may send events, encrypted; None: not.
 
     Raises:
         OSError, DataPlaneError: It cannot be started.
     """
 
-    def __init__(self, plane: str, run_dir: str | None) -> None:
+    def __init__(self, plane: str, run_dir: str | None, remote_host: str | None = None) -> None:
         self.run_id = new_run_id()
         self.run_dir = _made(Path(run_dir) if run_dir else DEFAULT_RUNS / self.run_id)
         base = runtime_directory() / f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -79,9 +126,11 @@ class OwnAggregator:
             events_address=self.events_address,
             snapshot_address=snapshot_address,
             plane=plane,
+            remote_host=remote_host,
         )
+        self._closing = threading.Event()
         # By itself it would be found only once it is up, and workers look at once.
-        announce(
+        announce_child(
             RunInfo(
                 self.run_id,
                 self._process.pid,
@@ -98,11 +147,37 @@ class OwnAggregator:
         self._session.record(SessionEvent("STARTED", time.time_ns()))
         os.environ[METRICS_ADDRESS_VARIABLE] = self.events_address
 
+    def publish_through(self, client: SpansMachines) -> None:
+        """Have the plane tell its clients where this is, as soon as both are up. Nobody waits for it."""
+        threading.Thread(
+            target=self._publish, args=(weakref.ref(client),), name="rlplane-publish-aggregator", daemon=True
+        ).start()
+
+    def _publish(self, reference: weakref.ref[SpansMachines]) -> None:
+        address, (pause, longest) = "", _PAUSES_S
+        while not self._closing.wait(pause) and self._process.poll() is None:
+            try:
+                address = address or self._find_remote_address()
+                client = reference()
+                if client is None:
+                    return
+                if address:
+                    client.publish_aggregator(address)
+                    return
+            except Exception as error:  # The plane may not be there yet; Ray may be busy.
+                logger.debug("the aggregator's address is not published yet: %r", error)
+                pause = min(2 * pause, longest)
+            client = None
+
+    def _find_remote_address(self) -> str:
+        return next((run.remote_address for run in list_runs() if run.pid == self._process.pid), "")
+
     def close(self) -> None:
         """End the run and wait for its final snapshot, within bounds. Idempotent; nothing in a forked
         child."""
         if self._pid != os.getpid():
             return
+        self._closing.set()
         if os.environ.get(METRICS_ADDRESS_VARIABLE) == self.events_address:
             del os.environ[METRICS_ADDRESS_VARIABLE]
         self._session.record(SessionEvent("ENDED", time.time_ns()))

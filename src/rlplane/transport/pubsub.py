@@ -25,6 +25,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from rlplane.errors import ConfigError, PlaneConnectionError
+from rlplane.transport import curve
 from rlplane.transport.codec import MessageCodec
 from rlplane.transport.protocol import MessagePublisher, MessageSubscriber
 
@@ -51,7 +52,8 @@ class ZmqMessagePublisher(MessagePublisher[T]):
 
     Args:
         codec: Turns messages into frames.
-        address: ``ipc://…``, ``inproc://…`` or ``tcp://127.0.0.1:port`` (``:*`` picks a port).
+        address: ``ipc://…``, ``inproc://…`` or ``tcp://127.0.0.1:port`` (``:*`` picks a port); or what
+            :meth:`ZmqMessageSubscriber.listen_encrypted` of the other side returned.
         pattern: Who gets a message.
         bind: Whether this side owns the address; by default BROADCAST does, COLLECT does not.
         sndhwm: Messages that wait for one receiver before it loses the next (or, with COLLECT, before
@@ -238,6 +240,14 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         """The address, with the port that was picked."""
         return self._socket.address
 
+    def listen_encrypted(self, host: str) -> str:
+        """Be reachable at an address of this machine too, for those who have what this returns.
+
+        It is an address for the other side, with a secret in it: without that nobody gets a message in, or
+        sees one.
+        """
+        return self._socket.listen_encrypted(host)
+
     def _receive_frame(self, timeout_s: float | None) -> bytes | None:
         raw = self._socket.raw
         if not raw.poll(None if timeout_s is None else int(timeout_s * 1000), zmq.POLLIN):
@@ -299,6 +309,9 @@ def check_address(address: str, *, allow_remote: bool = False) -> None:
     parts = urlsplit(address)
     if parts.scheme in ("ipc", "inproc") and len(address) > len(parts.scheme) + 3:
         return
+    if parts.scheme == curve.SCHEME:
+        curve.Address.parse(address)
+        return
     if parts.scheme != "tcp" or not parts.netloc:
         raise ConfigError(f"address {address!r} must be ipc://PATH, inproc://NAME or tcp://127.0.0.1:PORT")
     host = parts.netloc.rpartition(":")[0].strip("[]")
@@ -323,6 +336,7 @@ class _Socket:
         self._monitor: zmq.Socket[Any] | None = None
         self._connected = False
         self._file: tuple[str, int] | None = None
+        self._doorman: curve.Doorman | None = None
 
     @property
     def fd(self) -> int:
@@ -338,15 +352,22 @@ class _Socket:
                 self.address = self.raw.getsockopt_string(zmq.LAST_ENDPOINT)
                 self._file = _socket_file(self.address)
             else:
-                self.raw.connect(address)
+                self.raw.connect(curve.prepare_client(self.raw, address))
                 self.address = address
         except zmq.ZMQError as exc:
             self.close()
             verb = "bind" if bind else "connect to"
-            raise PlaneConnectionError(f"cannot {verb} {address!r}: {exc}") from exc
+            raise PlaneConnectionError(f"cannot {verb} {curve.without_secret(address)!r}: {exc}") from exc
         except BaseException:
             self.close()
             raise
+
+    def listen_encrypted(self, host: str) -> str:
+        self._doorman = curve.Doorman(self.raw)
+        try:
+            return self._doorman.bind(host)
+        except zmq.ZMQError as exc:
+            raise PlaneConnectionError(f"cannot listen on {host}: {exc}") from exc
 
     def wait_until_connected(self, timeout_s: float) -> bool:
         if self._monitor is not None:
@@ -367,6 +388,8 @@ class _Socket:
         if not self.raw.closed:
             self._stop_monitor()
             self.raw.close()
+            if self._doorman is not None:
+                self._doorman.close()
             # libzmq leaves the file; whoever has bound the address since has made another one.
             if self._file is not None and _socket_file(self.address) == self._file:
                 with contextlib.suppress(OSError):

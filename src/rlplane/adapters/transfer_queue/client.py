@@ -62,6 +62,14 @@ class TQDataPlaneClient(PlaneClient):
             connection.close()
             raise
 
+    def publish_aggregator(self, address: str) -> None:
+        """Tell all clients of the plane where to send measurements."""
+        self._plane.publish_aggregator(address)
+
+    def find_aggregator(self) -> str | None:
+        """Where to send measurements, if anybody has said."""
+        return self._plane.find_aggregator()
+
     def _end_plane(self) -> None:
         with contextlib.suppress(AttributeError):  # it was never found
             self._plane.end()

@@ -14,7 +14,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,15 @@ class Plane:
     # Where the actors of the storage are: handles of them would not survive a restart of the service's actor.
     home: str
     journal_dir: str = ""
+    # Where processes on all machines may send their measurements, if anybody has said; with a secret in it.
+    aggregator: str = field(default="", repr=False)
     started: list[Any] = field(default_factory=list)
     started_ray: bool = False
     set_address: bool = False
 
     def describe(self) -> dict[str, Any]:
         """What others need to know of it, to serve it or to join."""
-        names = ("namespace", "backend", "config", "stores", "service", "home", "journal_dir")
+        names = ("namespace", "backend", "config", "stores", "service", "home", "journal_dir", "aggregator")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -116,14 +118,25 @@ class Plane:
     def find_service(self) -> tuple[str, str]:
         """Where the control service is now, and the token that it asks for. Ray starts it again when it
         dies."""
+        self.service = self._ask(self.actor.describe.remote)["service"]
+        return self.service["address"], self.service["token"]
+
+    def publish_aggregator(self, address: str) -> None:
+        """Tell all who join where to send measurements."""
+        self._ask(self.actor.publish_aggregator.remote, address)
+
+    def find_aggregator(self) -> str | None:
+        """Where to send measurements, if anybody has said."""
+        return self._ask(self.actor.describe.remote)["aggregator"] or None
+
+    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
         ray = _ray()
         if not ray.is_initialized():
             raise ConnectionError("Ray was shut down under this client")
         try:
-            self.service = ray.get(self.actor.describe.remote(), timeout=5.0)["service"]
+            return ray.get(method(*arguments), timeout=5.0)
         except ray.exceptions.RayError as error:
             raise ConnectionError(f"the actor of the control service does not answer: {error}") from error
-        return self.service["address"], self.service["token"]
 
     def end(self) -> None:
         """End the actors, the Mooncake master and the Ray that this process started, and only those."""

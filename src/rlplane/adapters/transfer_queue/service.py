@@ -6,6 +6,7 @@ token.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 
 from rlplane.adapters.client import DEFAULT_RECONNECT_TIMEOUT_S
 from rlplane.adapters.transfer_queue.watch import UnitWatch
+from rlplane.atomic_file import write_atomically
 from rlplane.service.admission import share_for_live
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import recover
@@ -26,6 +28,8 @@ from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
 
 __all__ = ["ServiceActor"]
+
+_AGGREGATOR = "aggregator"
 
 
 class ServiceActor:
@@ -49,6 +53,8 @@ class ServiceActor:
         self._files = Path(plane.journal_dir) if plane.journal_dir else None
         if self._files is not None:
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                plane.aggregator = (self._files / _AGGREGATOR).read_text()
             if any(self._files.glob("journal.*")):
                 # Ray has started this actor again, after its process died.
                 recovered = recover(self._files, capacity, self._host.limit, share)
@@ -76,6 +82,12 @@ class ServiceActor:
     def describe(self) -> dict[str, Any]:
         """What a client needs to join."""
         return self._plane.describe()
+
+    def publish_aggregator(self, address: str) -> None:
+        """Keep what clients are told about where to send measurements, also when this actor starts again."""
+        self._plane.aggregator = address
+        if self._files is not None:
+            write_atomically(self._files / _AGGREGATOR, address.encode(), mode=0o600)
 
     def pid(self) -> int:
         """This actor's process."""
