@@ -251,8 +251,9 @@ class ControlStateMachine(RuleBasedStateMachine):
         assert set(effects.freed) == self.model.freed()
 
 
-def picture(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """A value with everything that it refers to, as something that compares by content."""
+def picture(value: Any, seen: set[int] | None = None) -> Any:
+    """A value with everything that it refers to, each object once, as something that compares by content."""
+    seen = set() if seen is None else seen
     if isinstance(value, np.ndarray):
         return value.dtype, value.tolist() if value.dtype == object else value.tobytes()
     if isinstance(value, dict):
@@ -262,7 +263,8 @@ def picture(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     names = getattr(value, "__slots__", None) or getattr(value, "__dict__", None)
     if not names or id(value) in seen or not type(value).__module__.startswith("rlplane."):
         return value
-    return [(name, picture(getattr(value, name), seen | {id(value)})) for name in names]
+    seen.add(id(value))
+    return [(name, picture(getattr(value, name), seen)) for name in names]
 
 
 def answered(effects: Effects) -> list[tuple[Any, Any]]:
