@@ -109,10 +109,10 @@ def test_a_plain_program_and_ours_work_on_the_same_samples(backend, plain):
         plain("close")
 
 
-@pytest.fixture(scope="module")
-def queue(ray_cluster: str) -> Iterator[NativeTQDataPlaneClient]:
-    """A TransferQueue that we have started."""
-    owner = NativeTQDataPlaneClient(native_config("simple"))
+@pytest.fixture(scope="module", params=["simple", "mooncake_cpu"])
+def queue(request: pytest.FixtureRequest, ray_cluster: str) -> Iterator[NativeTQDataPlaneClient]:
+    """A TransferQueue that we have started, on each of its storages in turn."""
+    owner = NativeTQDataPlaneClient(native_config(request.param))
     yield owner
     owner.close()
 
