@@ -5,8 +5,8 @@ implementation: the bytes summed up and a dictionary entry updated for every key
 They alternate, put by put, with new ids each time, as in a training job.
 
 An engine that does nothing shows what the wrapper itself adds. The engine in shared memory shows what
-that is of a real put. ``background`` is what the wrapper's thread uses beside it, per put, in CPU time:
-on one of the other cores, or while the put waits for its copy.
+that is of a real put, and what ``verify`` adds to a put and a get. ``background`` is what the wrapper's
+thread uses beside it, per put, in CPU time: on one of the other cores, or while the put waits for its copy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 from rlplane.observability import MetricsDataPlaneClient
+from rlplane_benchmarks.batches import touch
+from rlplane_benchmarks.participants.store import columns_of
 
 __all__ = ["render", "run"]
 
@@ -50,6 +53,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     result: dict[str, Any] = {
         "wrapper": {rows: _compare(_Nothing(), rows, puts) for rows in (8, 512)},
         "shm": {},
+        "verify": {},
         "targets": TARGETS,
         "load_average": os.getloadavg()[0],
         "cpus": os.cpu_count(),
@@ -59,6 +63,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         engine = build_data_plane_client(load_config("shm", overrides))
         try:
             result["shm"][rows] = _compare(engine, rows, max(count, 30))
+            result["verify"][rows] = _verified(overrides, engine, rows, max(count // 4, 30))
         finally:
             engine.close()
     added = {rows: result["wrapper"][rows]["observed"]["added_us"] for rows in (8, 512)}
@@ -79,6 +84,10 @@ def render(result: Mapping[str, Any]) -> str:
                 f"{cell[who]['median_us']:>9.1f} µs" for who in ("bare", "observed", "described")
             )
             lines.append(f"{f'{title}, {rows} rows':38}{values}")
+    lines += ["", f"{'with verify, shared memory':38}{'put':>12}{'verified':>12}{'get':>12}{'verified':>12}"]
+    for rows, cell in sorted(result["verify"].items()):
+        times = (cell[op][who] for op in ("put", "get") for who in ("plain_us", "verified_us"))
+        lines.append(f"{f'{rows} rows':38}" + "".join(f"{time:>9.1f} µs" for time in times))
     small, large = result["wrapper"][8]["observed"], result["wrapper"][512]["observed"]
     peer = {rows: result["wrapper"][rows]["described"]["added_us"] for rows in (8, 512)}
     share = result["put_of_512_rows_percent"]
@@ -127,6 +136,38 @@ def _compare(engine: DataPlaneClient, rows: int, puts: int) -> dict[str, Any]:
     # Not ``observed.close()``: the engine is used by the others too.
     observed._dispatcher.close()
     return result
+
+
+def _verified(
+    overrides: Mapping[str, Any], plain: DataPlaneClient, rows: int, turns: int
+) -> dict[str, dict[str, float]]:
+    """Put and get (with a read of every byte) by a client that verifies, beside one that does not."""
+    address = {"controller_address": plain.controller_address}  # type: ignore[attr-defined]
+    watched = {"observability.enabled": True, "observability.verify": True}
+    config = load_config("shm", {**overrides, **address, **watched, "observability.metrics_address": "off"})
+    events: deque[Any] = deque(maxlen=1)
+    config["observability"]["callback"] = events.append
+    fields, names = _batch(rows), list(_FIELDS)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    with build_data_plane_client(config, bootstrap=False) as verified:
+        clients = {"plain_us": plain, "verified_us": verified}
+        for turn in range(turns + 3):
+            for name, client in clients.items():
+                ids = [f"{name}-{turn}-{row}" for row in range(rows)]
+                began = time.perf_counter()
+                client.put_samples(ids, "bench", fields)
+                written = time.perf_counter()
+                got = client.get_samples(ids, "bench", names)
+                touch(columns_of(got))
+                ended = time.perf_counter()
+                del got
+                client.clear_samples(ids, "bench")
+                if turn >= 3:
+                    times["put", name].append(written - began)
+                    times["get", name].append(ended - written)
+        wrong = verified.snapshot()["rows_mismatched"]  # type: ignore[attr-defined]
+    assert not wrong, f"{wrong} rows came back with other bytes than were written"
+    return {op: {name: statistics.median(times[op, name]) * 1e6 for name in clients} for op in ("put", "get")}
 
 
 def _background_us(observed: MetricsDataPlaneClient, fields: TensorDict, rows: int, puts: int = 200) -> float:

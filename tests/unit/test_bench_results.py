@@ -27,6 +27,9 @@ from rlplane_benchmarks.targets import TARGETS, judge
 MACHINE = Machine("a <CPU>", 2, 2**34, 2**33, "6.1", "3.11", "2.13", 2, {}, 0.1, 0.2)
 
 
+DATA = ("data", "images")
+
+
 def series(
     participant: str, op: str, *values: float, workload: str = "grpo-52MB", part: str = "data"
 ) -> Series:
@@ -35,7 +38,7 @@ def series(
 
 def result(*found: Series, checks: list[Check] | None = None) -> BenchResult:
     names = dict.fromkeys(one.participant for one in found)
-    workloads = {one.workload: f"the batch {one.workload}" for one in found if one.part == "data"}
+    workloads = {one.workload: f"the batch {one.workload}" for one in found if one.part in DATA}
     return BenchResult(
         schema=SCHEMA,
         schema_version=SCHEMA_VERSION,

@@ -39,8 +39,17 @@ def test_the_table_has_the_figures_and_the_targets():
         }
         for rows in (8, 512)
     }
-    result = {"wrapper": cells, "shm": cells, "put_of_512_rows_percent": 0.25, "load_average": 0.5, "cpus": 2}
+    verify = {8: {op: {"plain_us": 10.0, "verified_us": 12.5} for op in ("put", "get")}}
+    result = {
+        "wrapper": cells,
+        "shm": cells,
+        "verify": verify,
+        "put_of_512_rows_percent": 0.25,
+        "load_average": 0.5,
+        "cpus": 2,
+    }
     text = render(result)
     assert "added to a put of 8 rows         4.00 µs  (target ≤ 5 µs; described: 100.0 µs)" in text
     assert "0.25 % of 512.00 ms" in text
+    assert "8 rows" + " " * 32 + "     10.0 µs     12.5 µs" * 2 in text
     assert TARGETS == {"put_of_8_rows_us": 5.0, "put_of_512_rows_percent": 1.0}

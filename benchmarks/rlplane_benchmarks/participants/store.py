@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from rlplane_benchmarks.batches import Batch, Columns
 from rlplane_benchmarks.images import tensors_of
@@ -86,14 +86,13 @@ def columns_of(result: Any) -> Columns:
     """The columns of a TensorDict, without a copy."""
     columns: Columns = {}
     for name in result.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
-        value: Any = result.get(name)
-        if not isinstance(value, Tensor):
+        value = result.get(name)
+        if isinstance(value, NonTensorStack):
             columns[name] = (tensors_of(value), None)
         elif not value.is_nested:
             columns[name] = (value, None)
-        elif type(value) is NestedTensor:
-            nested: Any = value  # its methods have no types
-            columns[name] = (nested.values(), nested.offsets().diff().tolist())
+        elif value.layout is torch.jagged:
+            columns[name] = (value.values(), value.offsets().diff().tolist())
         else:
             rows = list(value.unbind())
             columns[name] = (rows, [row.shape[0] for row in rows])

@@ -36,6 +36,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.async_connection import AsyncChannel, AsyncConnection, SocketChannel
 from rlplane.service.connection import SocketConnection
 from rlplane.service.in_process import InProcessConnection
+from rlplane.storage.sums import RowChecks
 from rlplane.transfer_stats import TransferStats
 
 __all__ = ["AsyncPlaneClient"]
@@ -283,6 +284,11 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
     def transfer_stats(self) -> TransferStats:
         """The engine's transfers."""
         return TransferStats() if self._engine is None else self._engine.transfer_stats
+
+    @property
+    def row_checks(self) -> RowChecks | None:
+        """What the engine found of the rows that it checked, if it was told to."""
+        return None if self._engine is None else self._engine.row_checks
 
     async def __aenter__(self) -> Self:
         await self._attached()

@@ -55,6 +55,7 @@ from rlplane.storage.layout import EncodedColumn, encode_columns
 from rlplane.storage.leases import ReadLease
 from rlplane.storage.objects import open_tags, plain_tags
 from rlplane.storage.places import Located, OutOfPagesError, Place, RowsLostError, UnitsDiedError
+from rlplane.storage.sums import RowChecks, with_sums
 from rlplane.transfer_stats import TransferRecord, TransferStats
 
 __all__ = ["DEFAULT_ACK_TIMEOUT_MS", "DEFAULT_RECONNECT_TIMEOUT_S", "PlaneClient", "rows_of"]
@@ -100,6 +101,9 @@ class PlaneClient(DataPlaneClient):
         self._warned: set[tuple[str, str]] = set()
         self._warned_of_loop = False
         self.transfer_stats = TransferStats()
+        watched: Mapping[str, Any] = cfg.get("observability") or {}
+        is_verified = watched.get("enabled", False) and watched.get("verify", False)
+        self.row_checks = RowChecks() if is_verified else None
 
     # What an engine says
 
@@ -318,15 +322,9 @@ class PlaneClient(DataPlaneClient):
             version, spec = yield from link.describe(partition_id)
             columns: list[EncodedColumn] = []
             if fields is not None:
-                encode = partial(
-                    encode_columns,
-                    fields,
-                    len(ids),
-                    spec.enums,
-                    allow_pickle=self._allow_pickle,
-                    offsets_in_block=link.storage.keeps_offsets,
-                )
-                columns = yield MoveBytes(encode, _bytes_of_objects(fields))
+                encode = partial(self._encode, link, ids, fields, spec)
+                size = _bytes_of_objects(fields) if self.row_checks is None else _IN_A_THREAD
+                columns = yield MoveBytes(encode, size)
             commit = wire.Commit(
                 partition_id,
                 version,
@@ -354,6 +352,18 @@ class PlaneClient(DataPlaneClient):
         self._warn_undeclared(spec, names or ())
         known = [{} for _ in ids] if sealed is None else open_tags(sealed, allow_pickle=self._allow_pickle)
         return KVBatchMeta._adopt(partition_id, None, list(ids), names, known)
+
+    def _encode(
+        self, link: Link, ids: Sequence[str], fields: TensorDict, spec: PartitionSpec
+    ) -> list[EncodedColumn]:
+        columns = encode_columns(
+            fields,
+            len(ids),
+            spec.enums,
+            allow_pickle=self._allow_pickle,
+            offsets_in_block=link.storage.keeps_offsets,
+        )
+        return columns if self.row_checks is None else [with_sums(column, ids) for column in columns]
 
     def _write_steps(
         self,
@@ -467,6 +477,8 @@ class PlaneClient(DataPlaneClient):
                 source = link.storage.open(located, lease)
                 # The source does not know the assembler: in a cycle, what was read would outlive its reader
                 # until the garbage collector came by.
+                if self.row_checks is not None:
+                    self.row_checks.check(partition_id, ids, names, located, source.read)
                 layouts = {block: layout for block, (_, _, layout) in located.blocks.items()}
                 assembler = Assembler(layouts, source, allow_pickle=self._allow_pickle)
                 paths = located.paths or [""] * len(names)
@@ -729,6 +741,7 @@ class PlaneClient(DataPlaneClient):
             self._lock, self._pid, self._link_now = threading.Lock(), os.getpid(), None
             self._bootstrap = False
             self.transfer_stats = TransferStats()
+            self.row_checks = None if self.row_checks is None else RowChecks()
             # The threads of torch's pool did not survive the fork, and a large copy would wait for them for
             # ever. torch's DataLoader does the same in its workers.
             torch.set_num_threads(1)

@@ -64,6 +64,13 @@ class ObservabilitySettings(msgspec.Struct, frozen=True):
         list[Any] | None,
         _doc("where measurements go beside the aggregator: a name, or a table with `kind` and its options"),
     ] = None
+    verify: Annotated[
+        bool,
+        _doc(
+            "compute a checksum of every row of every field on write, check it on read, and count those that"
+            " differ"
+        ),
+    ] = False
     transfer_log_interval_s: Annotated[
         Seconds | None, _doc("how often a line about the engine's transfers is logged; not set: never")
     ] = None

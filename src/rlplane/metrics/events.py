@@ -41,6 +41,7 @@ __all__ = [
     "OpKey",
     "OpRecord",
     "PartitionStatus",
+    "RowChecks",
     "SampleEvent",
     "SampleEventKind",
     "SessionEvent",
@@ -313,6 +314,16 @@ class FieldBytes(msgspec.Struct, tag="field_bytes"):
     written: dict[str, int]
 
 
+class RowChecks(msgspec.Struct, tag="row_checks"):
+    """Rows that were read of a partition since the last one, by field: compared with what was written,
+    without anything to compare with, and found to be different."""
+
+    partition_id: str
+    checked: dict[str, int]
+    unchecked: dict[str, int]
+    mismatched: dict[str, int]
+
+
 SingleEvent: TypeAlias = (
     SampleEvent
     | WeightVersion
@@ -324,6 +335,7 @@ SingleEvent: TypeAlias = (
     | LogRecord
     | StepRecord
     | FieldBytes
+    | RowChecks
 )
 """What travels one by one: everything but operations."""
 

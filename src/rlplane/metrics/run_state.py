@@ -25,6 +25,7 @@ from rlplane.metrics.events import (
     FieldBytes,
     LogRecord,
     PartitionStatus,
+    RowChecks,
     SampleEvent,
     SessionEvent,
     StepRecord,
@@ -240,7 +241,14 @@ class RunState:
         elif isinstance(event, WorkerGoodbye):
             worker.goodbye = True
         elif isinstance(event, FieldBytes):
-            self._samples.add_field_bytes(event)
+            self._samples.add_field_counts("field_bytes", event.partition_id, event.written)
+        elif isinstance(event, RowChecks):
+            for name, counts in (
+                ("rows_checked", event.checked),
+                ("rows_unchecked", event.unchecked),
+                ("rows_mismatched", event.mismatched),
+            ):
+                self._samples.add_field_counts(name, event.partition_id, counts)
         elif isinstance(event, StepRecord):
             self._add_step(event, label)
         elif isinstance(event, LogRecord):

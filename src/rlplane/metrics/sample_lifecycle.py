@@ -6,11 +6,12 @@ then on the engine is believed, because it also knows what untracked clients do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlplane.metrics.events import FieldBytes, PartitionStatus, SampleEvent
+from rlplane.metrics.events import PartitionStatus, SampleEvent
 from rlplane.metrics.metrics_table import LifecycleStep, MetricsTable, SampleRow
 from rlplane.metrics.operations import LabelSet
 from rlplane.metrics.registry import CounterSampler, MetricsRegistry, SeriesSampler
@@ -103,7 +104,7 @@ class SampleLifecycle:
         self._workers: dict[str, WorkerSamples] = {}
         self._newest_version: int | None = None
         self._field_labels: dict[str, LabelSet] = {}
-        self._field_bytes: dict[tuple[str, str], CounterSampler] = {}
+        self._field_counters: dict[tuple[str, str, str], CounterSampler] = {}
         self._bytes_held = registry.register_gauge("bytes_held")
         self._samples_held = registry.register_gauge("samples_held")
         self._weight_version = registry.register_gauge("weight_version")
@@ -130,17 +131,17 @@ class SampleLifecycle:
             grown = partition.samples + now_samples - samples, partition.bytes + now_size - size
             self._set_held(partition, *grown)
 
-    def add_field_bytes(self, record: FieldBytes) -> None:
-        """Count what was written to each field."""
-        partition = self._labels.label(record.partition_id)
+    def add_field_counts(self, counted: str, partition_id: str, counts: Mapping[str, int]) -> None:
+        """Add to the counters named ``counted`` of the fields of a partition."""
+        partition = self._labels.label(partition_id)
         names = self._field_labels.setdefault(partition, LabelSet(MAX_FIELDS))
-        for name, size in record.written.items():
-            key = (partition, names.label(name))
-            counter = self._field_bytes.get(key)
+        for name, count in counts.items():
+            key = (counted, partition, names.label(name))
+            counter = self._field_counters.get(key)
             if counter is None:
-                labels = {"partition": key[0], "field": key[1]}
-                counter = self._field_bytes[key] = self._registry.register_counter("field_bytes", labels)
-            counter.increment(size)
+                labels = {"partition": key[1], "field": key[2]}
+                counter = self._field_counters[key] = self._registry.register_counter(counted, labels)
+            counter.increment(count)
 
     def set_status(self, status: PartitionStatus) -> None:
         """Believe an engine's report, unless a newer one is there."""

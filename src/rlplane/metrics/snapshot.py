@@ -14,6 +14,9 @@ counter                     labels              what
 ``op_timeouts``             op, partition       those that timed out; of ``claim_meta``, that found nothing
 ``claim_keys``              partition, task     samples that claims returned, tracked or not
 ``field_bytes``             partition, field    bytes that puts wrote; of a field that is a tree, by leaf
+``rows_checked``            partition, field    rows that readers compared with what was written (``verify``)
+``rows_unchecked``          partition, field    rows that such readers had nothing to compare with
+``rows_mismatched``         partition, field    rows whose bytes were not those that were written
 ``samples_written``         partition           samples seen for the first time
 ``samples_claimed``         partition, task     first claims
 ``samples_reclaimed``       partition, task     claims of a sample that the task had claimed before

@@ -43,6 +43,9 @@ class Accounting:
             "bytes_per_key_jumps": 0,
             "large_storage_views": 0,
             "unmeasured": 0,
+            "rows_checked": 0,
+            "rows_unchecked": 0,
+            "rows_mismatched": 0,
         }
         self.reconciled = {"keys": 0, "bytes": 0}
         self.number = 0

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlplane.adapters.async_client import AsyncPlaneClient
     from rlplane.control.policies import FlowPolicy
     from rlplane.interfaces import DataPlaneConfig
+    from rlplane.storage.sums import RowChecks
 
 __all__ = ["AsyncMetricsDataPlaneClient", "wrap_async_with_observability"]
 
@@ -353,6 +354,10 @@ class _EngineView:
     @property
     def transfer_stats(self) -> TransferStats:
         return self._client.transfer_stats
+
+    @property
+    def row_checks(self) -> RowChecks | None:
+        return self._client.row_checks
 
     def partition_status(self, partition_id: str) -> PartitionStatus:
         return self._engine().partition_status(partition_id)

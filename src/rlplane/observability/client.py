@@ -139,6 +139,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     def snapshot(self) -> dict[str, Any]:
         """Totals, live bytes and keys, and how the measuring itself goes; see ``docs/observability.md``."""
+        self._monitor.collect_checks()
         snapshot = self._dispatcher.snapshot()
         held = self.bytes_outstanding_by_partition()
         snapshot["engine"] = {

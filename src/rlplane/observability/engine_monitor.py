@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlplane.interfaces import DataPlaneClient
-from rlplane.metrics.events import PartitionStatus
+from rlplane.metrics.events import PartitionStatus, RowChecks
 from rlplane.metrics.events import TransferRecord as TransferReport
 from rlplane.observability.dispatcher import TelemetryDispatcher
 from rlplane.transfer_stats import TransferStats
@@ -145,6 +145,35 @@ class EngineMonitor:
             start, end = wire["window"]
             self._dispatcher.to_sinks("transfers", interval_s=end - start, figures=part.reduce())
 
+    def collect_checks(self) -> None:
+        """Take over what the engine has found of the rows that it checked, if it was told to."""
+        checks = getattr(self._inner, "row_checks", None)
+        if checks is None:
+            return
+        found = checks.take()
+        dispatcher, counts = self._dispatcher, self._dispatcher.accounting.counts
+        by_name = {
+            "checked": found.checked,
+            "unchecked": found.unchecked,
+            "mismatched": found.mismatched,
+        }
+        with dispatcher.lock:
+            for name, rows in by_name.items():
+                counts[f"rows_{name}"] += rows.total()
+        for partition_id in {partition_id for partition_id, _ in found.checked}:
+            parts = {
+                name: {field: count for (of, field), count in rows.items() if of == partition_id and count}
+                for name, rows in by_name.items()
+            }
+            dispatcher.to_aggregator(RowChecks(partition_id, **parts))
+        for partition_id, field, sample_id in found.mismatches:
+            dispatcher.warn(
+                f"mismatch of {field}",
+                partition_id,
+                f"field {field!r} of sample {sample_id!r} in partition {partition_id!r} came back with other"
+                " bytes than were written; further rows of the field are counted only",
+            )
+
     def log_transfers(self, interval_s: float) -> None:
         """Write the line for people, unless nothing happened."""
         self.collect_transfers()
@@ -183,6 +212,7 @@ class EngineMonitor:
     def finish(self) -> None:
         """The last transfers and counts, before the engine is closed."""
         self._dispatcher.send_field_bytes()
+        self.collect_checks()
         self.collect_transfers()
         if self._log_interval_s is not None:
             self.log_transfers(self._log_interval_s)
@@ -217,6 +247,7 @@ class EngineMonitor:
     def _do(self, what: str, elapsed_s: float) -> None:
         if what == "status":
             self._dispatcher.send_field_bytes()
+            self.collect_checks()
             self.collect_transfers()
             self.reconcile_all(thoroughly=False)
         elif what == "scalars":

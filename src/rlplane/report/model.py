@@ -260,6 +260,9 @@ def _warnings(report: Report) -> list[str]:
     ):
         if report.totals.get(name):
             found.append(f"{report.totals[name]:,} {text}.")
+    if wrong := report.totals.get("rows_mismatched"):
+        of = f"of {report.totals['rows_checked']:,} that were checked"
+        found.append(f"{wrong:,} rows {of} came back with other bytes than were written.")
     if report.state.is_final and report.n_never_cleared:
         found.append(f"{report.n_never_cleared:,} samples were never cleared.")
     return found

@@ -48,6 +48,15 @@ _COUNTERS: dict[str, _Counter] = {
     "field_bytes": _Counter(
         "rlplane_field_bytes", "Bytes written, of a tree by leaf.", ("partition", "field")
     ),
+    "rows_checked": _Counter(
+        "rlplane_rows_checked", "Rows compared with what was written.", ("partition", "field")
+    ),
+    "rows_unchecked": _Counter(
+        "rlplane_rows_unchecked", "Rows read with nothing to compare with.", ("partition", "field")
+    ),
+    "rows_mismatched": _Counter(
+        "rlplane_rows_mismatched", "Rows whose bytes were not those written.", ("partition", "field")
+    ),
     "samples_written": _Counter(
         "rlplane_samples_written", "Samples seen for the first time.", ("partition",)
     ),

@@ -4,6 +4,7 @@
     layout.py          tensors, nested tensors, objects, trees, enums as bytes: the only place that knows
     assembly.py        bytes as tensors again: rows of many blocks become the columns of one read
     trees.py           rows with tensors in them: what refers to bytes, and reading one leaf of it
+    sums.py            checksums of rows, for readers that verify what they read
     objects.py         Python objects and tags as msgpack, without pickle unless it is allowed
     copying.py         large copies by several threads, and past the caches (_copy.c)
     scratch.py         memory by the page, and a pool of it for what a read gathers

@@ -26,7 +26,7 @@ from rlplane.storage.objects import decode_object
 from rlplane.storage.places import FieldRows, Layout
 from rlplane.storage.trees import Own, TreeReader
 
-__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "stack_objects"]
+__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "row_offsets", "stack_objects"]
 
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
@@ -128,7 +128,7 @@ class Assembler:
         _check_values(name, layout)
         if layout.kind == "dense":
             return self._own(block, start * size, stop * size, dtype, (stop - start, *layout.shape))
-        ends = _offsets(self._read(block), layout)[start : stop + 1]
+        ends = row_offsets(self._read(block), layout)[start : stop + 1]
         begin, end = int(ends[0]), int(ends[-1])
         if not 0 <= begin <= end or end * size > layout.values_nbytes:
             _raise_torn(name)
@@ -186,7 +186,9 @@ class Assembler:
         size = dtype.itemsize * math.prod(shape)
         raw = [self._read(number) for number in numbers]
         # The offsets of all blocks, one after the other, so that one step finds those of every row.
-        found = [_offsets(block, self._layouts[number]) for number, block in zip(numbers, raw, strict=True)]
+        found = [
+            row_offsets(block, self._layouts[number]) for number, block in zip(numbers, raw, strict=True)
+        ]
         room = np.array([layout.values_nbytes for layout in kinds], np.int64)
         if len(found) == 1:
             known, at = found[0], positions.astype(np.int64)
@@ -288,7 +290,7 @@ class Assembler:
         size, dtype = element_size(layout), DTYPES[layout.dtype]
         if layout.kind == "dense":
             return lambda p: view(p * size, (p + 1) * size, dtype, layout.shape)
-        ends = _offsets(block, layout).tolist()
+        ends = row_offsets(block, layout).tolist()
 
         def read(position: int) -> Tensor:
             begin, end = ends[position], ends[position + 1]
@@ -303,7 +305,7 @@ class Assembler:
         return TreeReader(
             name,
             memoryview(block[: layout.values_nbytes].data),
-            _offsets(block, layout).tolist(),
+            row_offsets(block, layout).tolist(),
             give or partial(own, number),
             allow_pickle=self._allow_pickle,
             path=path,
@@ -327,7 +329,7 @@ class Assembler:
                 columns[number] = self._tree_reader(name, number, path)
             else:
                 data = memoryview(block[: layout.values_nbytes].data)
-                offsets = _offsets(block, layout).tolist()
+                offsets = row_offsets(block, layout).tolist()
                 columns[number] = _object_reader(data, offsets, self._allow_pickle)
         return stack_objects(
             [columns[b](p) for b, p in zip(blocks.tolist(), positions.tolist(), strict=True)]
@@ -339,7 +341,7 @@ def element_size(layout: Layout) -> int:
     return DTYPES[layout.dtype].itemsize * math.prod(layout.shape)
 
 
-def _offsets(block: Bytes, layout: Layout) -> NDArray[np.int64]:
+def row_offsets(block: Bytes, layout: Layout) -> NDArray[np.int64]:
     """Where the rows of a block begin and end, in elements."""
     if layout.kind == "dense":
         # A dense block among ragged ones is ragged with equal rows.

@@ -60,6 +60,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     # For trees in such storages: the paths of the tensors in them, and which bytes each row refers to.
     leaves: list[str] | None = None
     pieces: bytes | None = None
+    # The CRC-32 of each row, as uint32 bytes, from writers that were told to compute them.
+    sums: bytes | None = None
 
     @property
     def has_offsets(self) -> bool:

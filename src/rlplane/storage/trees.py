@@ -25,7 +25,7 @@ from rlplane.storage.objects import open_ext
 from rlplane.storage.places import ALIGN
 from rlplane.storage.rows import PIECE
 
-__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_of"]
+__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_of", "references_in"]
 
 # Smaller arrays are not worth a reference.
 _WORTH_BULK = 4096
@@ -234,6 +234,12 @@ class _Opener:
         """Refuse to read on, which would read other memory."""
         # A put checks them, so somebody has written over them since.
         raise DataPlaneError(f"the rows of field {self.name!r} are damaged: they refer to other memory")
+
+
+def references_in(structure: memoryview) -> list[tuple[int, int]]:
+    """Where the bytes begin and end that one row refers to."""
+    found = (reference for _, reference in _walk(_lazily.decode(structure), ""))
+    return [(reference.at, reference.at + reference.size) for reference in found if reference.size]
 
 
 def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0) -> tuple[list[str], Pieces]:

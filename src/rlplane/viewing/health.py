@@ -51,6 +51,10 @@ def _failures(snapshot: MetricsSnapshot) -> list[Finding]:
             now = f", {rate:.3g} per second now" if rate > 0 else ""
             level: Level = "error" if rate > 0 else "warning"
             found.append(Finding(level, f"{_number(total, what)} failed{now}"))
+    wrong = [stat for stat in snapshot.counters("rows_mismatched") if stat.value]
+    for stat in wrong:
+        rows, where = _number(stat.value, "row"), f"{stat.labels['partition']}/{stat.labels['field']}"
+        found.append(Finding("error", f"{rows} of {where} came back with other bytes than were written"))
     errors = snapshot.total("session_errors")
     if errors:
         found.append(Finding("error", f"the job reported {_number(errors, 'error')}"))

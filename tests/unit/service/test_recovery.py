@@ -142,7 +142,9 @@ class JournaledDesk:
                 self.places[client], self.leases[client] = [], []
                 self.spares.pop(client, None)
             case "lose":
-                chunks = pick.sample(sorted(self.service.table.places), min(1, len(self.service.table.places)))
+                chunks = pick.sample(
+                    sorted(self.service.table.places), min(1, len(self.service.table.places))
+                )
                 unit = (pick.randrange(UNITS),)
                 loss = Loss(unit, UNITS) if pick.random() < 0.4 else Loss(chunks=tuple(chunks))
                 self.ask(client, wire.Lost(loss), **more)
