@@ -9,8 +9,10 @@ the author of an adapter how to use both.
     expectations.py       what the checks assert, with messages that say what should have happened
     suite/                the checks, one file per subject
     state_machine.py      random operations, as a hypothesis state machine
-    random_operations.py  those operations
+    random_operations.py  those that write, read and clear; random_claims.py has those that claim
+    random_values.py      the names, tags, conditions and rows that they use
     model.py              what they are compared with: a partition as a dictionary
+    model_flow.py         the same for flow policies
     promises_table.py     writes the table in docs/promises.md
     plugin.py             the pytest plugin. It is loaded into every pytest run, so it imports nothing heavy
 """

@@ -1,16 +1,16 @@
-"""The operations of the state machine, and how each is compared with the model. Needs hypothesis."""
+"""The operations of the state machine that write, read and clear, each compared with the model. Needs
+hypothesis. Those that claim are in :mod:`rlplane.testing.random_claims`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tensordict import TensorDict
 
-from rlplane.errors import ClaimTimeoutError
 from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.expectations import (
     equal,
@@ -18,87 +18,42 @@ from rlplane.testing.expectations import (
     has_column,
     has_samples,
     jagged,
-    objects,
     records_warnings,
     refuses,
 )
 from rlplane.testing.model import ModelPartition
+from rlplane.testing.model_flow import ModelFlow
 from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
-from rlplane.testing.promises import BrokenPromise
-
-__all__ = ["DataPlaneMachine"]
-
-FIELDS = ("scalar", "tokens", "payload")
-TASKS = ("train", "eval", "extra")
-GROUP_SIZE = 2
-IDS = {"plain": [f"s{i}" for i in range(7)], "grouped": [f"p{i}_g{j}" for i in range(3) for j in range(2)]}
-
-
-class Row(NamedTuple):
-    """What the model keeps of a row."""
-
-    kind: str  # "dense", "nested" or "object"
-    value: Any
-
-
-flows = st.sampled_from(["plain", "grouped"])
-field_names = st.lists(st.sampled_from(FIELDS), unique=True, min_size=1, max_size=3)
-no_fields: st.SearchStrategy[list[str]] = st.just([])
-written_fields = st.one_of(
-    st.just(["scalar"]), st.just(["tokens"]), st.just(list(FIELDS)), field_names, no_fields
-)
-task_lists = st.one_of(
-    st.just(list(TASKS[:2])), st.lists(st.sampled_from(TASKS), unique=True, min_size=1, max_size=3)
-)
-tag_dicts = st.fixed_dictionaries(
-    {},
-    optional={
-        "v": st.integers(0, 3),
-        "w": st.sampled_from(["x", "y", 1]),
-        "input_lengths": st.integers(0, 9),
-    },
-)
-some_conditions = st.fixed_dictionaries(
-    {},
-    optional={
-        "v": st.one_of(
-            st.integers(0, 3),
-            st.dictionaries(
-                st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), st.integers(0, 3), min_size=1, max_size=2
-            ),
-            st.fixed_dictionaries({"in": st.lists(st.integers(0, 3), max_size=3)}),
-            st.fixed_dictionaries({"not in": st.lists(st.integers(0, 3), max_size=3)}),
-        ),
-        "w": st.one_of(st.sampled_from(["x", "y", 1]), st.fixed_dictionaries({"<": st.just("y")})),
-    },
-)
-no_condition: st.SearchStrategy[dict[str, Any]] = st.just({})
-conditions = st.one_of(no_condition, no_condition, some_conditions)
-payloads = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=3), st.binary(max_size=3)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=2), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
-with_tensors = st.builds(
-    lambda length, dtype, inner: {
-        "tensor": torch.arange(length).to(dtype),
-        "inner": [inner, torch.ones(1, 2)],
-    },
-    st.integers(0, 40),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
-    payloads,
+from rlplane.testing.random_values import (
+    FIELDS,
+    GROUP_SIZE,
+    GROUPS,
+    IDS,
+    ORDERS,
+    REQUIRED,
+    TASKS,
+    Row,
+    batch,
+    column,
+    conditions,
+    dtypes,
+    field_names,
+    flows,
+    layout,
+    policies,
+    tag_dicts,
+    task_lists,
+    versions,
+    written_fields,
 )
 
+__all__ = ["RandomOperations"]
 
-def some_ids(flow: str) -> st.SearchStrategy[list[str]]:
-    """Ids of one call."""
-    return st.lists(st.sampled_from(IDS[flow]), unique=True, min_size=1, max_size=6)
+NEVER = {"v": "no sample has this"}
 
 
-class DataPlaneMachine(RuleBasedStateMachine):
-    """One plane and one model of it."""
+class RandomOperations(RuleBasedStateMachine):
+    """One plane with two partitions, and one model of each."""
 
     @staticmethod
     def factory() -> Any:
@@ -111,8 +66,15 @@ class DataPlaneMachine(RuleBasedStateMachine):
         self.limitations = set(self.plane.limitations)
         self.parts: dict[str, PartitionUnderTest] = {}
         self.models: dict[str, ModelPartition] = {}
+        self.ids = dict(IDS)
+        self.own_size: int | None = None  # of the last group
         self.receipts: list[tuple[str, KVBatchMeta]] = []
-        self.steps = 0
+        self.claims: list[tuple[str, KVBatchMeta]] = []
+        self.next_step = 0
+
+    def has(self, feature: str) -> bool:
+        """Whether the adapter has a feature: it does not declare it as a limitation."""
+        return feature not in self.limitations
 
     def teardown(self) -> None:
         """Compare everything once more, then close the plane."""
@@ -127,31 +89,56 @@ class DataPlaneMachine(RuleBasedStateMachine):
     @initialize(announced=st.integers(0, 6), first=st.integers(0, 6), data=st.data())
     def register(self, announced: int, first: int, data: st.DataObject) -> None:
         """Both partitions, with their first two tasks and something to begin with."""
+        if self.has("short_groups") and self.has("groups"):
+            self.own_size = data.draw(st.sampled_from([None, 1, 2, 3]), "the size of the last group")
+            members = range(self.own_size or GROUP_SIZE)
+            self.ids["grouped"] = [*IDS["grouped"][:-2], *(f"{GROUPS[-1]}_g{n}" for n in members)]
         for flow in IDS:
-            has_groups = flow == "grouped" and "groups" not in self.limitations
-            size = GROUP_SIZE if has_groups else None
-            self.models[flow] = ModelPartition(size, announced, list(TASKS[:2]))
-            self.parts[flow] = self.plane.partition(FIELDS, announced, TASKS[:2], group_size=size)
-            self._write(flow, IDS[flow][:first], ["scalar"], True, data)
+            policy = data.draw(policies, f"the policy of {flow}") if self.has("flow") else None
+            size = GROUP_SIZE if flow == "grouped" and self.has("groups") else None
+            self.models[flow] = ModelPartition(size, announced, list(TASKS[:2]), ModelFlow(policy))
+            self.parts[flow] = self.plane.partition(
+                FIELDS, announced, TASKS[:2], group_size=size, flow=policy
+            )
+            self._ask_for_everything(flow, TASKS[:2])
+            self._write(flow, self.ids[flow][:first], ["scalar"], True, data)
 
     @rule(flow=flows, announced=st.integers(0, 4), tasks=task_lists)
     def register_again(self, flow: str, announced: int, tasks: list[str]) -> None:
         """Another number of samples, other tasks."""
-        size = self.models[flow].group_size
-        self.parts[flow].register(FIELDS, announced, tasks, group_size=size)
-        self.models[flow].register(announced, list(tasks))
+        part, model = self.parts[flow], self.models[flow]
+        tasks = list(dict.fromkeys([*tasks, *model.flow.tasks]))
+        new = [task for task in tasks if task not in model.tasks]
+        part.register(FIELDS, announced, tasks, group_size=model.group_size, flow=model.flow.policy)
+        model.register(announced, tasks)
+        self._ask_for_everything(flow, new)
+
+    def _ask_for_everything(self, flow: str, tasks: Sequence[str]) -> None:
+        # Samples that are given back, are used again or were closed as a short group change their place in
+        # line. Where they stand for a claim on fields that nobody had asked for until then is left open.
+        orders = [None, *ORDERS] if self.has("order") else [None]
+        if not self.has("where"):
+            return
+        for task in tasks:
+            for required in REQUIRED:
+                for order in orders:
+                    how: dict[str, Any] = {"task": task, "required": required, "order": order}
+                    size = 2 * (self.models[flow].group_size or 1)
+                    has_samples("nothing", self.parts[flow].claim_ready(size, where=NEVER, **how), [])
+
+    # Writing
 
     @rule(flow=flows, names=written_fields, with_tags=st.booleans(), data=st.data())
     def put(self, flow: str, names: list[str], with_tags: bool, data: st.DataObject) -> None:
         """Write new samples, and write old ones again; without a name, tags alone."""
-        ids = data.draw(some_ids(flow), "ids")
+        ids = self._draw_ids(flow, data)
         self._write(flow, ids, names, with_tags or not names, data)
 
     @rule(flow=flows, with_tags=st.booleans(), data=st.data())
     def put_the_rest(self, flow: str, with_tags: bool, data: st.DataObject) -> None:
         """Write exactly what is still expected, so that there is a tail."""
         model = self.models[flow]
-        unused = [i for i in IDS[flow] if i not in model.samples]
+        unused = [i for i in self._writable(flow, self.ids[flow]) if i not in model.samples]
         ids = unused[: max(0, model.num_samples - model.written)]
         self._write(flow, ids, ["scalar"], with_tags, data)
 
@@ -160,7 +147,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     )
     def put_what_is_refused(self, flow: str, fault: str, data: st.DataObject) -> None:
         """A bad write; that it wrote nothing shows in everything that follows."""
-        ids = data.draw(some_ids(flow), "ids")
+        ids = data.draw(self._some_ids(flow), "ids")
         if fault == "an id twice":
             ids = [*ids, ids[0]]
         rows = len(ids) + (fault == "a row too many")
@@ -168,113 +155,86 @@ class DataPlaneMachine(RuleBasedStateMachine):
         tags: list[dict[str, Any]] = [{"v": 99} for _ in range(len(ids) + (fault == "a tag too many"))]
         refuses(ValueError, f"a write with {fault}", self.parts[flow].put, ids, columns, tags)
 
-    @rule(where=conditions, data=st.data())
-    def claim_what_is_ready(self, where: dict[str, Any], data: st.DataObject) -> None:
-        """A claim that does not wait."""
-        flow, task, required, size = self._draw_claim(data)
-        where = {} if "where" in self.limitations else where
-        wanted = self.models[flow].ready(task, required, where)[:size]
-        meta = self.parts[flow].claim_ready(size, task=task, required=required, where=where or None)
-        self._claimed(flow, task, required, meta, wanted)
-
-    @rule(where=conditions, data=st.data())
-    def claim_a_batch_or_the_tail(self, where: dict[str, Any], data: st.DataObject) -> None:
-        """A claim that waits. If the model says that it would wait for ever, it must time out."""
-        flow, task, required, size = self._draw_claim(data)
-        where = {} if "where" in self.limitations else where
-        part, model = self.parts[flow], self.models[flow]
-        wanted = model.full_batch_or_tail(task, required, size, where)
-        how: dict[str, Any] = {"task": task, "required": required, "where": where or None}
-        if wanted is None:
-            too_short = self.plane.short / 10
-            error = refuses(
-                ClaimTimeoutError, f"a claim of {size}", part.claim, size, timeout_s=too_short, **how
-            )
-            equal("the number that was ready", error.ready, len(model.ready(task, required, where)))
-            return
-        try:
-            meta = part.claim(size, **how)
-        except ClaimTimeoutError as exc:
-            raise BrokenPromise(f"a claim of {size} timed out, and it should have {wanted}: {exc}") from exc
-        self._claimed(flow, task, required, meta, wanted)
-
-    @precondition(lambda self: "max_tokens" not in self.limitations)
-    @rule(blocking=st.booleans(), tokens=st.integers(1, 20), data=st.data())
-    def claim_a_number_of_tokens(self, blocking: bool, tokens: int, data: st.DataObject) -> None:
-        """A claim that is bounded by the lengths of its samples."""
-        flow, task, required, size = self._draw_claim(data)
-        part, model = self.parts[flow], self.models[flow]
-        ready = model.ready(task, required, {})
-        wanted, is_full = model.fitting(ready, size, tokens)
-        how: dict[str, Any] = {"task": task, "required": required, "max_tokens": tokens}
-        if wanted is None:
-            claim = part.claim if blocking else part.claim_ready
-            refuses(ValueError, f"a claim of {tokens} tokens", claim, size, **how)
-            return
-        if blocking and not is_full and model.full_batch_or_tail(task, required, size, {}) is None:
-            vain = self.plane.short / 10
-            refuses(ClaimTimeoutError, f"a claim of {tokens} tokens", part.claim, size, timeout_s=vain, **how)
-            return
-        meta = part.claim(size, **how) if blocking else part.claim_ready(size, **how)
-        self._claimed(flow, task, required, meta, wanted)
-
-    @precondition(lambda self: "order" not in self.limitations)
-    @rule(order=st.sampled_from(["lifo", "priority:v"]), data=st.data())
-    def claim_in_another_order(self, order: str, data: st.DataObject) -> None:
-        """A claim that is not first ready, first claimed."""
-        flow, task, required, size = self._draw_claim(data)
-        model = self.models[flow]
-        wanted = model.in_order(model.ready(task, required, {}), order)[:size]
-        meta = self.parts[flow].claim_ready(size, task=task, required=required, order=order)
-        self._claimed(flow, task, required, meta, wanted)
-
-    @precondition(lambda self: "ranks" not in self.limitations)
-    @rule(data=st.data())
-    def claim_as_two_ranks(self, data: st.DataObject) -> None:
-        """A batch that two ranks share, each of which asks twice."""
-        flow, task, required, size = self._draw_claim(data)
-        model = self.models[flow]
-        wanted = model.shared(task, required, 2 * size, 2)
-        self.steps += 1
-        how: dict[str, Any] = {"task": task, "required": required, "dp_world": 2, "step": self.steps}
-        parts = [self.parts[flow].claim_ready(2 * size, dp_rank=r, **how).sample_ids for r in (1, 0, 1, 0)]
-        equal("the parts, asked for again", parts[2:], parts[:2])
-        equal("the sizes of the parts", [len(part) for part in parts[:2]], [len(wanted) // 2] * 2)
-        equal("the parts together", sorted(parts[0] + parts[1]), sorted(wanted))
-        model.mark_claimed(task, wanted)
-
-    @rule(flow=flows, where=conditions, names=st.lists(st.sampled_from(FIELDS), unique=True, max_size=2))
-    def look(self, flow: str, where: dict[str, Any], names: list[str]) -> None:
-        """What is there, without a claim."""
-        part, model = self.parts[flow], self.models[flow]
-        where = {} if "where" in self.limitations else where
-        wanted = model.matching(where)
-        try:
-            equal("the number that matches", part.client.count(part.name, where), len(wanted))
-            seen = part.client.peek_meta(part.name, where=where, fields=names)
-        except NotImplementedError:
-            return  # optional methods
-        has_samples(
-            "a look", seen, [i for i in wanted if all(name in model.samples[i].rows for name in names)]
-        )
-        equal("the tags of a look", seen.tags or [], [model.samples[i].tags for i in seen.sample_ids])
-
-    @precondition(lambda self: "must_exist" not in self.limitations)
+    @precondition(lambda self: self.has("must_exist"))
     @rule(flow=flows, data=st.data())
     def put_what_must_exist(self, flow: str, data: st.DataObject) -> None:
         """A write that may come late."""
-        ids = data.draw(some_ids(flow), "ids")
+        ids = data.draw(self._some_ids(flow), "ids")
         if all(i in self.models[flow].samples for i in ids):
             self._write(flow, ids, ["scalar"], True, data, must_exist=True)
             return
         columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
         refuses(KeyError, "a late write", self.parts[flow].put, ids, columns, must_exist=True)
 
+    @precondition(lambda self: self.has("append_samples"))
+    @rule(
+        flow=flows,
+        finish=st.booleans(),
+        dtype=st.sampled_from([torch.float32] * 4 + [torch.bfloat16]),
+        data=st.data(),
+    )
+    def append_a_turn(self, flow: str, finish: bool, dtype: torch.dtype, data: st.DataObject) -> None:
+        """A turn behind those that there are; the last one makes the field count as written."""
+        ids = self._draw_ids(flow, data)
+        if not ids:
+            return
+        lengths = data.draw(st.lists(st.integers(0, 3), min_size=len(ids), max_size=len(ids)), "lengths")
+        turns = [torch.arange(length).to(dtype) for length in lengths]
+        samples = self.models[flow].samples
+        before = [samples[i].rows.get("tokens") if i in samples else None for i in ids]
+        is_refused = any(i in samples and samples[i].has(["tokens"]) for i in ids) or any(
+            row is not None and row.value.dtype != dtype for row in before
+        )
+        tags = self._draw_tags(flow, ids, data)
+        columns = TensorDict({"tokens": jagged(turns)}, [len(ids)])
+        part = self.parts[flow]
+
+        def append() -> None:
+            part.client.append_samples(ids, part.name, columns, tags=tags, finish=finish)
+
+        if is_refused:
+            refuses(ValueError, "a turn that does not fit", append)
+            return
+        append()
+        part.written.update(ids)
+        old = [torch.empty(0, dtype=dtype) if row is None else row.value for row in before]
+        rows = [Row("nested", torch.cat(pair)) for pair in zip(old, turns, strict=True)]
+        self.models[flow].put(ids, {"tokens": rows}, tags, is_finished=finish)
+
+    # Reading
+
+    @rule(
+        flow=flows,
+        where=conditions,
+        order=st.sampled_from([None, *ORDERS, "random:7"]),
+        limit=st.sampled_from([None, 2]),
+        names=st.lists(st.sampled_from(FIELDS), unique=True, max_size=2),
+    )
+    def look(
+        self, flow: str, where: dict[str, Any], order: str | None, limit: int | None, names: list[str]
+    ) -> None:
+        """What is there, without a claim."""
+        part, model = self.parts[flow], self.models[flow]
+        where = where if self.has("where") else {}
+        wanted = model.matching(where)
+        try:
+            equal("the number that matches", part.client.count(part.name, where), len(wanted))
+            seen = part.client.peek_meta(part.name, where=where, fields=names, order=order, limit=limit)
+        except NotImplementedError:
+            return  # optional methods
+        wanted = [i for i in wanted if model.samples[i].has(names)]
+        if order == "random:7":
+            expect(set(seen.sample_ids) <= set(wanted), f"a look at {wanted} shows {seen.sample_ids}")
+            equal("the size of a look", len(set(seen.sample_ids)), len(wanted[:limit]))
+        else:
+            has_samples("a look", seen, model.ordered(wanted, order)[:limit])
+        equal("the tags of a look", seen.tags or [], [model.samples[i].tags for i in seen.sample_ids])
+
     @rule(flow=flows, names=field_names, data=st.data())
     def get_samples(self, flow: str, names: list[str], data: st.DataObject) -> None:
         """A read in any order, with repeats, perhaps of what is not there."""
         live = [i for i, s in self.models[flow].samples.items() if all(name in s.rows for name in names)]
-        anything = st.sampled_from(IDS[flow])
+        anything = st.sampled_from(self.ids[flow])
         ids = data.draw(st.lists(st.sampled_from(live) if live else anything, max_size=8), "ids")
         if data.draw(st.integers(0, 9), "one more, perhaps missing") == 0:
             ids.append(data.draw(anything, "the one more"))
@@ -287,6 +247,27 @@ class DataPlaneMachine(RuleBasedStateMachine):
         flow, meta = data.draw(st.sampled_from(self.receipts), "receipt")
         if meta.fields:
             self._read(flow, meta.sample_ids, meta.fields, meta)
+
+    @rule(flow=flows, data=st.data())
+    def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
+        """Whether tasks are done, which samples are live, and what the policy has done."""
+        part, model = self.parts[flow], self.models[flow]
+        tasks = data.draw(st.lists(st.sampled_from(model.tasks), unique=True, min_size=1), "tasks")
+        equal(f"whether {tasks} are done", part.is_consumed(*tasks), model.is_consumed(tasks))
+        try:
+            equal("the live samples", part.client.list_sample_ids(part.name), list(model.samples))
+            status = part.client.partition_status(part.name)
+        except NotImplementedError:
+            return  # optional methods
+        equal("the number that was written", status["written"], model.written)
+        if self.has("flow"):
+            told, history = status["flow"], model.flow
+            equal("the version", told["version"], history.version)
+            equal("the number of prompts that were admitted", told["admitted"], history.admitted)
+            equal("what was evicted, by reason", told["evicted"], dict(history.evicted))
+            equal("the groups that were closed", told["closed_short"], dict(history.closed_short))
+
+    # Clearing
 
     @precondition(lambda self: self.receipts)
     @rule(data=st.data())
@@ -302,42 +283,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if data.draw(st.integers(0, 4), "everything if 4") == 4:
             self._clear_everything(flow)
         else:
-            self._clear(flow, data.draw(some_ids(flow), "ids"))
-
-    @rule(flow=flows, data=st.data())
-    def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
-        """Whether tasks are done, and which samples are live."""
-        part, model = self.parts[flow], self.models[flow]
-        tasks = data.draw(st.lists(st.sampled_from(model.tasks), unique=True, min_size=1), "tasks")
-        equal(f"whether {tasks} are done", part.is_consumed(*tasks), model.is_consumed(tasks))
-        try:
-            listed = part.client.list_sample_ids(part.name)
-        except NotImplementedError:
-            return  # an optional method
-        equal("the live samples", listed, list(model.samples))
-
-    def _write(
-        self,
-        flow: str,
-        ids: list[str],
-        names: list[str],
-        with_tags: bool,
-        data: st.DataObject,
-        must_exist: bool | None = None,
-    ) -> None:
-        names = [name for name in names if name != "payload" or "objects" not in self.limitations]
-        trees = "trees" not in self.limitations
-        rows = {name: data.draw(_rows(name, len(ids), trees), name) for name in names} if ids else {}
-        tags: list[dict[str, Any]] | None = None
-        if with_tags:
-            tags = data.draw(st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags")
-        batch = _batch(rows, len(ids)) if rows else None
-        receipt = self.parts[flow].put(ids, batch, tags, must_exist=must_exist)
-        self.models[flow].put(ids, rows, tags or [{} for _ in ids])
-        has_samples("the receipt of a write", receipt, ids)
-        if rows:
-            equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
-            self.receipts.append((flow, receipt))
+            self._clear(flow, data.draw(self._some_ids(flow), "ids"))
 
     def _clear_everything(self, flow: str) -> None:
         # This client wrote all there is, so None drops it, or warns that there is nothing.
@@ -351,42 +297,63 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if self.models[flow].group_size:
             # Whole groups, since the contract does not say what becomes of half a group that was claimed.
             gone = {i.rpartition("_g")[0] for i in ids}
-            ids = [i for i in IDS[flow] if i.rpartition("_g")[0] in gone]
+            ids = [i for i in self.ids[flow] if i.rpartition("_g")[0] in gone]
         self.parts[flow].clear(ids)
         self.models[flow].clear(ids)
 
-    def _draw_claim(self, data: st.DataObject) -> tuple[str, str, list[str], int]:
-        """Mostly a claim that finds something: at random, hardly any would."""
-        promising = [
-            (flow, task, list(required))
-            for flow, model in self.models.items()
-            for task in model.tasks
-            for required in ((), ("scalar",), ("tokens",), ("scalar", "tokens"), FIELDS)
-            if model.ready(task, required, {})
-        ]
-        if promising and data.draw(st.integers(0, 3), "something is ready unless 3") < 3:
-            flow, task, required = data.draw(st.sampled_from(promising), "claim")
-        else:
-            flow = data.draw(flows, "flow")
-            task = data.draw(st.sampled_from(self.models[flow].tasks), "task")
-            required = data.draw(st.lists(st.sampled_from(FIELDS), unique=True), "required")
-        size = data.draw(st.one_of(st.just(8), st.integers(1, 3)), "size")
-        return flow, task, required, size * (self.models[flow].group_size or 1)
+    # What the rules share
 
-    def _claimed(
-        self, flow: str, task: str, required: list[str], meta: KVBatchMeta, wanted: list[str]
-    ) -> None:
+    def _some_ids(self, flow: str) -> st.SearchStrategy[list[str]]:
+        return st.lists(st.sampled_from(self.ids[flow]), unique=True, min_size=1, max_size=6)
+
+    def _draw_ids(self, flow: str, data: st.DataObject) -> list[str]:
+        return self._writable(flow, data.draw(self._some_ids(flow), "ids"))
+
+    def _writable(self, flow: str, ids: Sequence[str]) -> list[str]:
+        # Without new members of groups that were closed: what becomes of those is left open.
         model = self.models[flow]
-        has_samples(f"a claim of {task!r} on {required}", meta, wanted)
-        tags = [model.samples[i].tags for i in wanted]
-        equal("the tags of a claim", meta.tags or [], tags)
-        equal("the task of a claim", meta.task_name, task)
-        equal("the fields of a claim", meta.fields, required)
-        if wanted:
-            lengths = [tag.get("input_lengths") for tag in tags]
-            equal("the lengths of a claim", meta.sequence_lengths, None if None in lengths else lengths)
-            self.receipts.append((flow, meta))
-        model.mark_claimed(task, wanted)
+        return [i for i in ids if i in model.samples or i.rpartition("_g")[0] not in model.closed_at]
+
+    def _draw_tags(self, flow: str, ids: Sequence[str], data: st.DataObject) -> list[dict[str, Any]]:
+        tags: list[dict[str, Any]] = data.draw(
+            st.lists(tag_dicts, min_size=len(ids), max_size=len(ids)), "tags"
+        )
+        for sample_id, tag in zip(ids, tags, strict=True):
+            if self.models[flow].flow.policy is not None:
+                version = data.draw(versions, "version")
+                tag |= {} if version is None else {"weight_version": version}
+            if self._declares_its_size(sample_id):
+                tag["group_size"] = self.own_size
+        return tags
+
+    def _declares_its_size(self, sample_id: str) -> bool:
+        return self.own_size is not None and sample_id.startswith(f"{GROUPS[-1]}_")
+
+    def _write(
+        self,
+        flow: str,
+        ids: list[str],
+        names: list[str],
+        with_tags: bool,
+        data: st.DataObject,
+        must_exist: bool | None = None,
+    ) -> None:
+        names = [name for name in names if name != "payload" or self.has("objects")]
+        rows = (
+            {name: data.draw(column(name, len(ids), self.has("trees")), name) for name in names}
+            if ids
+            else {}
+        )
+        tags: list[dict[str, Any]] | None = None
+        if with_tags or any(map(self._declares_its_size, ids)):
+            tags = self._draw_tags(flow, ids, data)
+        columns = batch(rows, len(ids)) if rows else None
+        receipt = self.parts[flow].put(ids, columns, tags, must_exist=must_exist)
+        self.models[flow].put(ids, rows, tags or [{} for _ in ids])
+        has_samples("the receipt of a write", receipt, ids)
+        if rows:
+            equal("the fields of a receipt", sorted(receipt.fields or []), sorted(rows))
+            self.receipts.append((flow, receipt))
 
     def _read(
         self, flow: str, ids: Sequence[str], names: Sequence[str], meta: KVBatchMeta | None = None
@@ -399,53 +366,11 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if any(i not in samples or name not in samples[i].rows for i in ids for name in names):
             refuses(KeyError, f"a read of {list(names)} of {list(ids)}", read)
             return
-        columns = {name: [samples[i].rows[name] for i in ids] for name in names}
-        if any(len(_dtypes(rows)) > 1 for rows in columns.values()):
+        columns: Mapping[str, list[Row]] = {name: [samples[i].rows[name] for i in ids] for name in names}
+        if any(len(dtypes(rows)) > 1 for rows in columns.values()):
             refuses(ValueError, f"a read of several dtypes of {list(names)} of {list(ids)}", read)
             return
-        batch = read()
-        equal("the batch size of a read", list(batch.batch_size), [len(ids)])
+        found = read()
+        equal("the batch size of a read", list(found.batch_size), [len(ids)])
         for name, rows in columns.items() if ids else ():
-            has_column(f"a read of {list(ids)}", batch, name, [row.value for row in rows], _layout(rows))
-
-
-def _rows(name: str, count: int, trees: bool) -> st.SearchStrategy[list[Row]]:
-    """Rows of one column of one write. With ``trees``, objects may have tensors in them."""
-    if name == "payload":
-        rows = st.one_of(payloads, with_tensors) if trees else payloads
-        return st.lists(rows.map(lambda value: Row("object", value)), min_size=count, max_size=count)
-    number = st.integers(-100, 100)
-    if name == "scalar":
-        return st.lists(number.map(lambda n: Row("dense", torch.tensor(n))), min_size=count, max_size=count)
-    dtype = st.sampled_from([torch.float32, torch.float32, torch.float32, torch.bfloat16])
-    dense_lengths = st.integers(0, 3).map(lambda n: ("dense", [n] * count))
-    nested_lengths = st.lists(st.integers(0, 4), min_size=count, max_size=count).map(lambda n: ("nested", n))
-    return st.builds(
-        lambda start, dtype, kind_and_lengths: [
-            Row(kind_and_lengths[0], (torch.arange(length) + start + index).to(dtype))
-            for index, length in enumerate(kind_and_lengths[1])
-        ],
-        number,
-        dtype,
-        st.one_of(dense_lengths, nested_lengths),
-    )
-
-
-def _batch(columns: Mapping[str, Sequence[Row]], count: int) -> TensorDict:
-    made = {}
-    for name, rows in columns.items():
-        values = [row.value for row in rows]
-        build = {"object": objects, "nested": jagged, "dense": torch.stack}[rows[0].kind]
-        made[name] = build(values)  # type: ignore[operator]
-    return TensorDict(made, [count])
-
-
-def _dtypes(rows: Sequence[Row]) -> set[torch.dtype]:
-    return {row.value.dtype for row in rows if isinstance(row.value, torch.Tensor)}
-
-
-def _layout(rows: Sequence[Row]) -> str:
-    if rows[0].kind == "object":
-        return "objects"
-    alike = all(row.kind == "dense" for row in rows) and len({row.value.shape for row in rows}) == 1
-    return "dense" if alike else "jagged"
+            has_column(f"a read of {list(ids)}", found, name, [row.value for row in rows], layout(rows))

@@ -18,9 +18,11 @@ __all__ = ["data_plane_state_machine"]
 def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
     """The state machine for the planes that ``factory`` makes; see ``check_data_plane`` for factories.
 
-    It writes dense, jagged and object columns and tags, overwrites them, claims with and without conditions
-    and groups, reads in any order, clears and registers again, for two partitions with two tasks each. A
-    feature that the adapter declares as a limitation (``groups``, ``where``, ``objects``) is left out.
+    It writes dense, jagged and object columns, turns and tags, overwrites them, reads in any order, clears
+    and registers again; it claims with and without conditions, groups, orders, budgets, reuse and ranks, and
+    gives claims back; it advances versions under every kind of flow policy, closes groups and ends flows; all
+    that on two partitions with two tasks and more. A feature that the adapter declares as a limitation is
+    left out.
 
     Raises:
         MissingExtraError: hypothesis is not installed.
@@ -31,7 +33,7 @@ def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
         raise MissingExtraError(
             "the state machine needs hypothesis, which is not installed: pip install hypothesis"
         ) from exc
-    from rlplane.testing.random_operations import DataPlaneMachine
+    from rlplane.testing.random_claims import DataPlaneMachine
 
     return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(_Constant(factory))})
 
