@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,12 +236,15 @@ class Cursors:
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
         """How many members the task keeps of the groups of rows that come back: the others finish them."""
         for name in dict.fromkeys(self._table.groups[returned].tolist()):
-            members = self._groups.of(name)
-            kept = sum(bool(task.claimed[row]) for row in members) % self._groups.size_of(name)
-            if kept:
-                task.kept[name] = kept
-            else:
-                task.kept.pop(name, None)
+            self.keep(task, name, self._groups.of(name))
+
+    def keep(self, task: TaskCursor, name: str, members: Iterable[int]) -> None:
+        """Note how many of these members of a group the task has claimed: the others finish it."""
+        kept = sum(bool(task.claimed[row]) for row in members) % self._groups.size_of(name)
+        if kept:
+            task.kept[name] = kept
+        else:
+            task.kept.pop(name, None)
 
 
 def _drop_a_queue(task: TaskCursor) -> None:

@@ -291,7 +291,7 @@ class Partition:
             rows = np.array(finished, np.int64)
             self.looking.tagged(rows, rows)
         for task in self.tasks.values():
-            task.kept.pop(name, None)
+            self.cursors.keep(task, name, finished)
             for queue in task.queues.values():
                 queue.look_again(name)
         left = set(finished)

@@ -117,6 +117,7 @@ class ControlState:
                 return effects
         effects.answers.append((put.token, None))
         self._write(partition, put, effects)
+        self._retry_puts(effects)  # what was written may have been too old, and have been evicted
         return effects
 
     def claim(self, claim: Claim, *, blocking: bool) -> Effects:
@@ -365,6 +366,7 @@ class ControlState:
             )
             self._evict(partition, partition.flow_control.stale(), STALE, effects)
             self._answer_claims(partition, effects)
+            self._retry_puts(effects)
         return effects
 
     def mark_claimed(

@@ -115,6 +115,24 @@ def test_an_eviction_frees_blocks_and_lets_a_put_in_that_waited() -> None:
     assert state.live == 1 and state.blocks() == {-2: 1}
 
 
+@pytest.mark.parametrize("how", ["a write", "a claim that is given back"])
+def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
+    state = plane(["train"], flow=FlowPolicy.windowed(0))
+    state.capacity = 1
+    write(state, "a", "x")
+    claim(state, 1, task="train", owner=1)
+    state.advance("p", 1)
+    write(state, "b", "x", token="waits")
+    old = Put("p", ["a"], {}, [{"weight_version": 0}], token="old")
+    if how == "a write":
+        assert not state.unclaim("p", "train", ["a"], 1).answers
+        answers = state.put(old).answers
+    else:
+        state.put(old)
+        answers = state.unclaim("p", "train", ["a"], 1).answers
+    assert ("waits", None) in answers and state.live == 1
+
+
 def test_a_registration_with_a_tighter_bound_evicts_at_once() -> None:
     state = flow("windowed", max_staleness=5)
     write(state, "ab", "x", tags=versions(0, 3))
@@ -248,6 +266,18 @@ def test_what_is_left_of_a_group_counts_as_a_group_and_survives_another_death_an
     state.release_owner(3)
     assert claim(saved_and_loaded(state), 4, task="rollout") == ["a_g3"]
     assert claim(state, 4, task="rollout", owner=4) == ["a_g3"]
+
+
+def test_a_member_that_was_given_back_is_handed_out_when_its_group_is_closed_without_another() -> None:
+    state = plane(group_size=3)
+    ids = ["a_g0", "a_g1", "a_g2"]
+    write(state, ids, "x")
+    assert claim(state, 3, owner=1) == ids
+    write(state, ids[:2], "y")
+    state.finish_claims("p", "t", ["a_g0"], 1)
+    state.unclaim("p", "t", ids, 1)
+    assert state.close_group("p", "a", "failed")[0] == 2
+    assert claim(state, 3) == ["a_g1"]
 
 
 def test_the_clock_of_a_group_starts_with_its_first_finished_member_and_again_after_a_load() -> None:
