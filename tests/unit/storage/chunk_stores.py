@@ -20,7 +20,7 @@ class MemoryChunks:
     """A ChunkStore over a dictionary, which remembers what was fetched."""
 
     def __init__(self) -> None:
-        self.values: dict[int, bytes] = {}
+        self.values: dict[int, bytes | bytearray] = {}
         self.fetched: list[int] = []
         self.lock = threading.Lock()
 
@@ -28,7 +28,7 @@ class MemoryChunks:
         memory = buffer.numpy()
         with self.lock:
             for key, start, size, _ in chunks:
-                self.values[key] = memory[start : start + size].tobytes()
+                self.values[key] = bytearray(memory[start : start + size])
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
         memory = buffer.numpy().data.cast("B")

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torch import Tensor
+from tests.unit.storage.chunk_stores import MemoryChunks
 
-from rlplane.storage.chunks import Chunk, ChunkedStorage
+from rlplane.storage.chunks import ChunkedStorage
 from rlplane.storage.layout import encode_columns
 from rlplane.storage.leases import ReadLease
 from rlplane.storage.memory import MemoryStore
@@ -23,33 +23,11 @@ from rlplane.storage.sums import CheckCounts, RowChecks, with_sums
 KEY = ("p", "f")
 
 
-class DictChunks:
-    """A chunk store in a dictionary."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, bytearray] = {}
-
-    def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        for key, start, size in chunks:
-            self.values[key] = bytearray(buffer[start : start + size].numpy().tobytes())
-
-    def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
-        for key, start, size in chunks:
-            buffer.numpy()[start : start + size] = np.frombuffer(self.values[key], np.uint8)
-
-    def drop(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self.values.pop(key, None)
-
-    def close(self) -> None:
-        self.values.clear()
-
-
 class Written:
     """One column in a storage, its rows with sums."""
 
     def __init__(self, value: Any, count: int, *, in_chunks: bool) -> None:
-        self._chunks = DictChunks()
+        self._chunks = MemoryChunks()
         self._storage: Any = ChunkedStorage(self._chunks) if in_chunks else MemoryStore(1 << 30)
         self.ids = [f"s{row}" for row in range(count)]
         (column,) = encode_columns(
