@@ -12,6 +12,7 @@ configured and cannot start is an error at start.
 ``trace``        a Chrome trace of every operation
 ``wandb``        curves of a Weights & Biases run
 ``prometheus``   no sink: the aggregator's latest snapshot as Prometheus metrics
+``metrics_http`` the server of those
 
 Other packages add theirs through the entry-point group ``rlplane.sinks``, whose objects are called with the
 options of the config and return a sink. What is in a record is described in ``docs/observability.md``.
