@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.simulated_run import SimulatedRun, series_of
 
 from rlplane.errors import PlaneConnectionError
-from rlplane.metrics.snapshot import CounterStat, MetricsSnapshot, SessionState
+from rlplane.metrics.snapshot import CounterStat, MetricsSnapshot, PartitionStat, SessionState
 from rlplane.sinks.metrics_http import MetricsHttpServer
 from rlplane.sinks.prometheus import render, start_http
 
@@ -87,6 +87,18 @@ def test_counters_and_gauges_have_the_snapshots_values(snapshot: MetricsSnapshot
     )
     assert found["rlplane_run_state", (("state", "LIVE"),)] == 1
     assert found["rlplane_workers", (("state", "alive"),)] == 4
+
+
+def test_what_nobody_says_about_a_partition_is_not_zero(snapshot: MetricsSnapshot) -> None:
+    snapshot.partitions = [
+        PartitionStat("silent", tracked=False),
+        PartitionStat("reported", samples=3, bytes=12, reported=True, tracked=False),
+    ]
+    found = {key[0]: key[1] for key in samples(snapshot) if key[0].startswith("rlplane_partition_")}
+    assert found == {
+        "rlplane_partition_samples": (("partition", "reported"),),
+        "rlplane_partition_bytes": (("partition", "reported"),),
+    }
 
 
 def test_the_transfer_statistics_failure_counters_are_there(snapshot: MetricsSnapshot) -> None:

@@ -504,9 +504,11 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
                 yield stat
         for part in self.partitions:
             labels = {"partition": part.partition}
-            yield GaugeStat("partition_samples", part.samples, labels, part.peak_samples)
-            yield GaugeStat("partition_bytes", part.bytes, labels, part.peak_bytes)
-            yield GaugeStat("partition_never_cleared", part.never_cleared, labels)
+            if part.known:
+                yield GaugeStat("partition_samples", part.samples, labels, part.peak_samples)
+                yield GaugeStat("partition_bytes", part.bytes, labels, part.peak_bytes)
+            if part.tracked:
+                yield GaugeStat("partition_never_cleared", part.never_cleared, labels)
             for name, value in (
                 ("partition_capacity_samples", part.capacity_samples),
                 ("partition_capacity_bytes", part.capacity_bytes),
