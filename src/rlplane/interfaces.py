@@ -54,6 +54,7 @@ class ObservabilityConfig(TypedDict):
     role: NotRequired[str]
     track_partitions: NotRequired[list[str]]
     sinks: NotRequired[list[Any]]
+    verify: NotRequired[bool]
     transfer_log_interval_s: NotRequired[float]
 
 

@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
 def test_the_snippets_run(tmp_path):
     snippets = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(snippets) == 8
+    assert len(snippets) == 9
     # In a process of its own, as a reader would: wandb looks at its environment once per process.
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     environment |= {f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR")}
