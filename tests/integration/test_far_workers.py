@@ -69,11 +69,13 @@ def engine(notice: Notice, bootstrap: bool) -> DataPlaneClient:
     )
 
 
-def observed(notice: Notice, role: str, *, bootstrap: bool = False) -> DataPlaneClient:
+def observed(
+    notice: Notice, role: str, *, bootstrap: bool = False, node_ip: str = "127.0.0.1"
+) -> DataPlaneClient:
     cfg = {
         "impl": "transfer_queue",
         # Under another name, so that it is not found among the runs of this machine.
-        "transfer_queue": {"node_ip": "127.0.0.1", "namespace": f"far-{os.getpid()}-{role}"},
+        "transfer_queue": {"node_ip": node_ip, "namespace": f"far-{os.getpid()}-{role}"},
         "observability": {"enabled": True, "callback": lambda event: None, "role": role},
     }
     return wrap_with_observability(engine(notice, bootstrap), cfg, bootstrap=bootstrap)
@@ -137,6 +139,18 @@ def test_without_the_key_nobody_is_counted(notice: Notice, tmp_path: Path) -> No
     assert "stranger" not in roles(final) and final.total("samples_written") == 0
     log = next((tmp_path / "runs").glob("*/aggregator.log")).read_text()
     assert notice.address[8:40] not in log
+
+
+def test_an_address_that_cannot_be_had_costs_only_what_would_have_come_by_it(
+    notice: Notice, tmp_path: Path
+) -> None:
+    notice.reachable.set()
+    with observed(notice, "driver", bootstrap=True, node_ip="203.0.113.1") as driver:
+        driver.register_partition("p", ["x"], 8, ["train"])
+        driver.put_samples(["a"], "p", tags=[{}])
+    assert finished(tmp_path).total("samples_written") == 1 and notice.address is None
+    log = next((tmp_path / "runs").glob("*/aggregator.log")).read_text()
+    assert "processes on other machines are not seen: cannot listen on 203.0.113.1" in log
 
 
 def test_a_plane_without_an_aggregator_is_not_asked_for_ever(

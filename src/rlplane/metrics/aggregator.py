@@ -129,7 +129,7 @@ class MetricsAggregatorService:
                 context=self._context,
             )
             undo.callback(self._events.close)
-            self._remote_address = self._events.listen_encrypted(remote_host) if remote_host else ""
+            self._remote_address = self._listen_to_others(remote_host) if remote_host else ""
             self._snapshots: ZmqMessagePublisher[MetricsSnapshot] = ZmqMessagePublisher(
                 MetricsSnapshotCodec(),
                 snapshot_address or _default_address("snapshots"),
@@ -159,6 +159,13 @@ class MetricsAggregatorService:
             if prometheus_port is not None:
                 self._start_prometheus(prometheus_port, token)
             undo.pop_all()
+
+    def _listen_to_others(self, host: str) -> str:
+        try:
+            return self._events.listen_encrypted(host)
+        except DataPlaneError as exc:
+            logger.warning("processes on other machines are not seen: %s", exc)
+            return ""
 
     def _prepare_directory(self, out_dir: Path | None) -> Path | None:
         if out_dir is None:

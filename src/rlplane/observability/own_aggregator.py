@@ -156,21 +156,23 @@ class OwnAggregator:
     def _publish(self, reference: weakref.ref[SpansMachines]) -> None:
         address, (pause, longest) = "", _PAUSES_S
         while not self._closing.wait(pause) and self._process.poll() is None:
-            try:
-                address = address or self._find_remote_address()
-                client = reference()
-                if client is None:
-                    return
-                if address:
+            pause = min(1.5 * pause, longest)
+            address = address or self._find_remote_address()
+            client = reference()
+            if client is None:
+                return
+            if address:
+                try:
                     client.publish_aggregator(address)
                     return
-            except Exception as error:  # The plane may not be there yet; Ray may be busy.
-                logger.debug("the aggregator's address is not published yet: %r", error)
-                pause = min(2 * pause, longest)
-            client = None
+                except Exception as error:  # The plane may not be there yet; Ray may be busy.
+                    logger.debug("the aggregator's address is not published yet: %r", error)
+            del client
 
     def _find_remote_address(self) -> str:
-        return next((run.remote_address for run in list_runs() if run.pid == self._process.pid), "")
+        with contextlib.suppress(DataPlaneError, OSError):
+            return next((run.remote_address for run in list_runs() if run.pid == self._process.pid), "")
+        return ""
 
     def close(self) -> None:
         """End the run and wait for its final snapshot, within bounds. Idempotent; nothing in a forked

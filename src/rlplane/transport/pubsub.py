@@ -244,7 +244,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         """Be reachable at an address of this machine too, for those who have what this returns.
 
         It is an address for the other side, with a secret in it: without that nobody gets a message in, or
-        sees one.
+        sees one. Raises ``PlaneConnectionError`` when the address cannot be had; the others stay.
         """
         return self._socket.listen_encrypted(host)
 
@@ -363,8 +363,8 @@ class _Socket:
             raise
 
     def listen_encrypted(self, host: str) -> str:
-        self._doorman = curve.Doorman(self.raw)
         try:
+            self._doorman = curve.Doorman(self.raw)
             return self._doorman.bind(host)
         except zmq.ZMQError as exc:
             raise PlaneConnectionError(f"cannot listen on {host}: {exc}") from exc
