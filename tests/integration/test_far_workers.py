@@ -166,6 +166,25 @@ def test_a_plane_without_an_aggregator_is_not_asked_for_ever(
         assert alone.snapshot()["ops"]["put"]["count"] == 1  # type: ignore[attr-defined]
 
 
+def test_an_address_whose_socket_is_not_there_yet_is_used_when_the_plane_knows_no_other(
+    notice: Notice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"ipc://{tmp_path}/later.sock"
+    with engine(notice, bootstrap=True) as client:
+        ask = own.way_to(address, client)
+        assert callable(ask) and ask() is None
+        (tmp_path / "later.sock").touch()
+        assert ask() == address == own.way_to(address, client)
+        (tmp_path / "later.sock").unlink()
+        monkeypatch.setattr(own, "_PATIENCE_S", -1.0)
+        ask = own.way_to(address, client)
+        assert callable(ask) and ask() == address
+        notice.reachable.set()
+        notice.address = "tcp://127.0.0.1:1"
+        assert ask() == notice.address
+        assert own.way_to("off", client) is own.way_to(None, client) is None
+
+
 def test_the_search_keeps_no_client_alive(notice: Notice) -> None:
     driver = engine(notice, bootstrap=True)
     with driver:

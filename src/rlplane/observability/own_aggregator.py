@@ -38,6 +38,8 @@ OF_THE_PLANE = "plane"
 DEFAULT_RUNS = Path("runs")
 _END_S = 15.0
 _PAUSES_S = (0.2, 2.0)
+# How long a plane is asked about the aggregator before an address that seems wrong is used all the same.
+_PATIENCE_S = 60.0
 
 
 @runtime_checkable
@@ -79,11 +81,17 @@ def way_to(address: str | None, client: object) -> str | FindAddress | None:
         return None
     if not isinstance(client, SpansMachines) or (address != OF_THE_PLANE and _is_reachable(address)):
         return None if address == OF_THE_PLANE else address
-    engine = weakref.ref(client)
+    engine, patient_until = weakref.ref(client), time.monotonic() + _PATIENCE_S
 
     def ask() -> str | None:
-        found = engine()
-        return None if found is None else found.find_aggregator()
+        found, published = engine(), None
+        if found is not None:
+            with contextlib.suppress(Exception):  # There may be no plane yet; Ray may be busy.
+                published = found.find_aggregator()
+        if published is not None or address == OF_THE_PLANE:
+            return published
+        # It may be the address of somebody who comes later: what is sent waits for him.
+        return address if _is_reachable(address) or time.monotonic() > patient_until else None
 
     return ask
 
