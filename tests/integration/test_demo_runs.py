@@ -160,8 +160,8 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
 
 
 def test_workers_that_are_killed_are_replaced_and_no_sample_is_lost(start: Start) -> None:
-    demo = start("--steps", "12", "--chaos", "--chaos-every", "1", "--policy", "weight_fifo")
-    run_dir = check_complete(demo, 12)
+    demo = start("--steps", "8", "--chaos", "--chaos-every", "1", "--policy", "weight_fifo")
+    run_dir = check_complete(demo, 8)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["deaths"] and summary["service_deaths"]
     for death in summary["service_deaths"]:

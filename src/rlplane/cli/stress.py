@@ -31,7 +31,7 @@ def stress(
         The engine to attack.
     scenario
         What is killed: service, the control service while eight processes work; flow, whole jobs, one under
-        each flow policy, which resume from their checkpoints.
+        each flow policy, which resume from their checkpoints (on shm).
     every
         Seconds between two kills. Default: 2 on shm, 20 on simple, where Ray starts the service again; 5 for
         flow.
@@ -40,6 +40,8 @@ def stress(
     from rlplane.testing.flow_stress import POLICIES, run_flow_stress
     from rlplane.testing.stress import run_stress
 
+    if scenario == "flow" and engine != "shm":
+        raise CommandError("--scenario flow kills whole jobs, and runs on --engine shm", ExitCode.USAGE)
     cfg = load_config({"shm": "shm", "simple": "cluster-simple"}[engine])
     write_text("| what was tried | how often | what held |\n| --- | --- | --- |")
     held = True

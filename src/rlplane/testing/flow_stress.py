@@ -223,8 +223,7 @@ def _is_slow(number: int) -> bool:
 
 def _roll_out(cfg: Any, books: Path, life: int) -> None:
     torch.set_num_threads(1)
-    address = _joined(books, life)["address"]
-    joined = {**cfg, **({"controller_address": address} if address else {})}
+    joined = {**cfg, "controller_address": _joined(books, life)["address"]}
     with build_data_plane_client(joined, bootstrap=False) as client:
         try:
             while _roll_out_one(client):
@@ -254,14 +253,13 @@ def _roll_out_one(client: DataPlaneClient) -> bool:
 def _train(cfg: Any, books: Path, life: int, policy: str) -> None:
     torch.set_num_threads(1)
     saved = latest_checkpoint(books / "checkpoints")
-    with build_data_plane_client(cfg) as client:
+    plane: Any = build_data_plane_client(cfg)
+    with plane as client:
         trainer = _Trainer(client, books, life)
         trainer.open(policy, saved)
-        service = client.service_status()["pid"]  # type: ignore[attr-defined]
+        joined = {"address": client.controller_address, "service": client.service_status()["pid"]}
         hidden = books / f".{life}.json"
-        hidden.write_text(
-            json.dumps({"address": getattr(client, "controller_address", None), "service": service})
-        )
+        hidden.write_text(json.dumps(joined))
         hidden.rename(books / f"{life}.json")
         while trainer.step():
             pass
