@@ -385,13 +385,66 @@ def test_install_is_refused_when_the_real_one_is_there_already():
     assert "imported already" in run_python(code)
 
 
-def test_an_engine_that_needs_the_real_one_says_so_where_ours_stands_in_for_it():
+ON_A_CLUSTER = """
+import sys
+import ray, torch
+from tensordict import TensorDict
+import transfer_queue as tq
+
+address, backend, storage, namespace = sys.argv[1:]
+assert tq.__name__ == "rlplane.compat.transfer_queue"
+mine = {"env_vars": {"RLPLANE_AS_TRANSFER_QUEUE": "1"}}
+ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=mine)
+own = {"backend": backend, "transfer_queue.namespace": namespace, "transfer_queue.node_ip": "127.0.0.2",
+       "num_storage_units": 1, "global_segment_size": 64 << 20, "local_buffer_size": 16 << 20}
+tq.init({"backend": {"storage_backend": storage}, "rlplane": own})
+x = TensorDict({"x": torch.arange(4.0).view(2, 2)}, batch_size=2)
+tq.kv_batch_put(["a", "b"], "p", x, [{}, {"n": 1}])
+
+@ray.remote(num_cpus=0)
+def double():
+    import transfer_queue
+    transfer_queue.init()
+    x = transfer_queue.kv_batch_get(["a", "b"], "p", "x")["x"]
+    transfer_queue.kv_batch_put(["a", "b"], "p", TensorDict({"y": x * 2}, batch_size=2))
+    name = transfer_queue.__name__
+    transfer_queue.close()
+    return name
+
+assert ray.get(double.remote()) == "rlplane.compat.transfer_queue"
+assert [row.tolist() for row in tq.kv_batch_get(["b"], "p", "y")["y"].unbind()] == [[4.0, 6.0]]
+assert tq.kv_list("p")["p"]["b"] == {"n": 1}
+tq.close()
+print("done")
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "storage"), [("simple", "SimpleStorage"), ("mooncake_cpu", "MooncakeStore")]
+)
+def test_a_job_that_knows_only_their_name_runs_on_a_cluster(ray_cluster, backend, storage):
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_CLUSTER, ray_cluster, backend, storage, f"standing-in-{backend}"],
+        env={**os.environ, "RLPLANE_AS_TRANSFER_QUEUE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == ["done"]
+
+
+def test_a_client_that_needs_the_real_one_says_so_where_ours_stands_in_for_it():
     code = (
-        "from rlplane import build_data_plane_client, load_config\n"
-        "try:\n    build_data_plane_client(load_config('cluster-simple'))\n"
+        "from rlplane import load_config\n"
+        "from rlplane.adapters.transfer_queue import native_queue\n"
+        "native_queue._ensure_ray = lambda cfg, start: False\n"
+        "try:\n    native_queue.RunningQueue(load_config('cluster-simple'), bootstrap=True)\n"
         "except ValueError as error:\n    print(error)"
     )
-    assert "needs the real TransferQueue" in run_python(code, RLPLANE_AS_TRANSFER_QUEUE="1")
+    assert "speaks to the real TransferQueue" in run_python(code, RLPLANE_AS_TRANSFER_QUEUE="1")
 
 
 def test_a_variable_in_the_environment_of_a_job_does_the_same():

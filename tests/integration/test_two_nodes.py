@@ -304,21 +304,21 @@ def test_workers_on_another_host_are_seen_by_a_job_that_only_switches_observabil
 
 
 UNDER_THEIR_CONFIG = """
-import json, sys
+import importlib, json, os, sys
 import ray, torch
 from tensordict import TensorDict
-import rlplane.compat.transfer_queue as tq
 
-address, storage, worker_ip = sys.argv[1:]
-ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+address, storage, worker_ip, name = sys.argv[1:]
+job = {"env_vars": {"RLPLANE_AS_TRANSFER_QUEUE": os.environ.get("RLPLANE_AS_TRANSFER_QUEUE", "0")}}
+ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=job)
+tq = importlib.import_module(name)
 table = {"global_segment_size": 64 << 20, "local_buffer_size": 16 << 20} if storage == "MooncakeStore" else {}
 tq.init({"backend": {"storage_backend": storage, storage: table}})
 
 class Worker:
-    def __init__(self):
-        tq.init()
-
     def produce(self):
+        tq = importlib.import_module(name)
+        tq.init()
         fields = TensorDict({"x": torch.arange(8.0).reshape(4, 2)}, batch_size=4)
         tq.kv_batch_put([f"s{n}" for n in range(4)], "p", fields, [{"n": n} for n in range(4)])
         return ray.util.get_node_ip_address()
@@ -329,6 +329,7 @@ got = tq.kv_batch_get(["s3", "s1"], "p", ["x"])["x"]
 rows = [row.tolist() for row in got.unbind()]
 tags = tq.kv_list("p")["p"]
 from rlplane.compat.transfer_queue.session import current
+
 backend = current().engine._cfg["backend"]
 ray.kill(placed)
 tq.close()
@@ -336,13 +337,15 @@ print(json.dumps({"where": where, "rows": rows, "tags": tags, "backend": backend
 """
 
 
+@pytest.mark.parametrize("name", ["rlplane.compat.transfer_queue", "transfer_queue"])
 @pytest.mark.parametrize(
     ("storage", "backend"), [("SimpleStorage", "simple"), ("MooncakeStore", "mooncake_cpu")]
 )
-def test_transfer_queues_own_config_uses_the_storage_of_the_cluster_by_itself(hosts, storage, backend):
+def test_transfer_queues_own_config_uses_the_storage_of_the_cluster_by_itself(hosts, storage, backend, name):
     head, _ = hosts
-    command = head.command(sys.executable, "-c", UNDER_THEIR_CONFIG, f"{HEAD}:6379", storage, WORKER)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    command = head.command(sys.executable, "-c", UNDER_THEIR_CONFIG, f"{HEAD}:6379", storage, WORKER, name)
+    environment = {**ENVIRONMENT, "RLPLANE_AS_TRANSFER_QUEUE": str(int(name == "transfer_queue"))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "where": WORKER,

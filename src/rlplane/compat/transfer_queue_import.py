@@ -1,7 +1,8 @@
 """``import transfer_queue`` gives ``rlplane.compat.transfer_queue``, for programs that know only that name.
 
 A file of its own, outside of the package that it stands for, because every Python that starts with
-``RLPLANE_AS_TRANSFER_QUEUE=1`` loads it, and most of them will never need torch.
+``RLPLANE_AS_TRANSFER_QUEUE=1`` loads it, and most of them will never need torch. Our own engine of a cluster
+still gets the modules of the real package that are not public (``rlplane.storage.transfer_queue.theirs``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from rlplane.storage.transfer_queue.theirs import is_asked
 
 __all__ = ["install"]
 
@@ -54,7 +57,7 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
-        if package != _THEIRS:
+        if package != _THEIRS or is_asked():
             return None
         rest = _IN_ONE_FILE.get(rest, rest)
         if rest not in _PUBLIC:

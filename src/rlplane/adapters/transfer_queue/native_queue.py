@@ -15,10 +15,11 @@ from rlplane.adapters.transfer_queue.plane import (
     _ray,
     ack_timeout_s,
 )
-from rlplane.errors import PlaneConnectionError
+from rlplane.errors import ConfigError, PlaneConnectionError
 from rlplane.interfaces import DataPlaneConfig
 from rlplane.storage.mooncake.network import _get_local_node_ip, set_mooncake_environment
 from rlplane.storage.mooncake.processes import MooncakeMaster, quiet_stderr, store_config
+from rlplane.storage.transfer_queue import theirs
 
 __all__ = ["RunningQueue"]
 
@@ -42,6 +43,11 @@ class RunningQueue:
             # Before the import: Mooncake reads some of it when it is loaded, which TransferQueue does.
             ip = options.get("node_ip") or _get_local_node_ip()
             set_mooncake_environment(ip, quiet=not options.get("log_to_driver"))
+        if theirs.stands_in():
+            raise ConfigError(
+                "transfer_queue.native speaks to the real TransferQueue, and rlplane stands in for it in "
+                "this process (RLPLANE_AS_TRANSFER_QUEUE, or install()): one of the two has to go"
+            )
         import transfer_queue
         from transfer_queue import interface
 

@@ -33,6 +33,7 @@ from rlplane.storage.mooncake.network import (
 from rlplane.storage.mooncake.processes import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
 from rlplane.storage.mooncake.store import MooncakeStore
 from rlplane.storage.places import UnitsDiedError
+from rlplane.storage.transfer_queue import theirs
 from rlplane.storage.transfer_queue.units import StorageUnits
 
 __all__ = ["Plane", "_connect_existing", "_init_tq", "open_store"]
@@ -43,6 +44,7 @@ CONTROLLER = "TransferQueueController"
 UNIT = "TransferQueueStorageUnit#{}"
 MASTER = "rlplane.mooncake_master"
 SERVICE = "rlplane.control"
+AS_TRANSFER_QUEUE = "RLPLANE_AS_TRANSFER_QUEUE"
 
 # What decides how a plane is made; two processes that disagree about it cannot share one.
 _PLANE_KEYS = ("backend", "storage_capacity", "num_storage_units", "global_segment_size")
@@ -252,6 +254,13 @@ def plane_config(cfg: DataPlaneConfig) -> dict[str, Any]:
     }
 
 
+class NoController:
+    """Has the name of TransferQueue's controller where ours stand in for TransferQueue."""
+
+    def get_zmq_server_info(self) -> None:
+        """Answer, as the controller does when it is asked whether it lives."""
+
+
 class _Start:
     """Starts the actors of a plane one by one, so that a failure can take back those that it has."""
 
@@ -261,18 +270,17 @@ class _Start:
         self._actors: list[Any] = []
 
     def run(self) -> Plane:
-        from transfer_queue.controller import TransferQueueController
-        from transfer_queue.sampler import SequentialSampler
-
         # Servers that wait for messages: a job that has taken every CPU must not keep them from starting.
-        servers = {"num_cpus": 0, "namespace": self._namespace}
+        servers: dict[str, Any] = {"num_cpus": 0, "namespace": self._namespace}
+        stands_in = theirs.stands_in()
+        if stands_in:
+            # The job speaks TransferQueue to us. Its actors must be their own all the same.
+            servers["runtime_env"] = {"env_vars": {AS_TRANSFER_QUEUE: "0"}}
         try:
-            controller = TransferQueueController.options(name=CONTROLLER, **servers).remote(
-                sampler=SequentialSampler, polling_mode=True
-            )
+            first = (self._claim_name if stands_in else self._controller)(servers)
         except ValueError:
             return self._lost_the_race()
-        self._actors.append(controller)
+        self._actors.append(first)
         mooncake = self._cfg["backend"] == "mooncake_cpu"
         if mooncake:
             master = self._actor(MooncakeMaster, {**servers, "name": MASTER})(
@@ -281,7 +289,7 @@ class _Start:
             units, stores = self._mooncake_units(master, servers)
         else:
             units = self._simple_units(servers)
-        infos = self._get([actor.get_zmq_server_info.remote() for actor in [controller, *units]])
+        infos = self._get([actor.get_zmq_server_info.remote() for actor in [first, *units]])
         if not mooncake:
             stores = {"zmq_info": dict(enumerate(infos[1:]))}
         plane = Plane(
@@ -299,9 +307,26 @@ class _Start:
         options = {**servers, "name": SERVICE, "max_restarts": -1}
         plane.actor = self._actor(ServiceActor, options)(dict(self._cfg), plane.describe())
         plane.service = self._get([plane.actor.describe.remote()])[0]["service"]
-        self._store_config(controller, infos[0], stores)
+        if not stands_in:
+            self._store_config(first, infos[0], stores)
         plane.started = list(self._actors)
         return plane
+
+    @staticmethod
+    def _controller(servers: Mapping[str, Any]) -> Any:
+        """TransferQueue's controller, for programs that speak TransferQueue themselves."""
+        from transfer_queue.sampler import SequentialSampler
+
+        return (
+            theirs.load("controller")
+            .TransferQueueController.options(name=CONTROLLER, **servers)
+            .remote(sampler=SequentialSampler, polling_mode=True)
+        )
+
+    @staticmethod
+    def _claim_name(servers: Mapping[str, Any]) -> Any:
+        """Something in the place of the controller, so that nobody else starts a plane here."""
+        return _ray().remote(NoController).options(name=CONTROLLER, **servers).remote()
 
     def undo(self) -> None:
         for actor in self._actors:
@@ -319,8 +344,7 @@ class _Start:
         return start
 
     def _simple_units(self, servers: Mapping[str, Any]) -> list[Any]:
-        from transfer_queue.storage.simple_storage import SimpleStorageUnit
-
+        SimpleStorageUnit = theirs.load("storage.simple_storage").SimpleStorageUnit
         # Capacity is the control service's business: a unit counts chunks, not samples.
         config = {"total_storage_size": None, "num_data_storage_units": self._cfg["num_storage_units"]}
         units = []
@@ -345,9 +369,8 @@ class _Start:
         return units, store_config(address, self._options, 0, buffer)
 
     def _places(self) -> list[Any]:
-        from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
-
-        return list(get_node_round_robin_scheduling_strategies(self._cfg["num_storage_units"]))
+        common = theirs.load("utils.common")
+        return list(common.get_node_round_robin_scheduling_strategies(self._cfg["num_storage_units"]))
 
     def _store_config(self, controller: Any, info: Any, stores: dict[str, Any]) -> None:
         """Leave the config where TransferQueue's own clients look for it, so that they can join too."""
@@ -414,9 +437,7 @@ def open_store(cfg: DataPlaneConfig, plane: Plane, *, wait_for_close: bool = Fal
     config = {**plane.stores, "local_hostname": ip, **transport}
     try:
         with quiet_stderr(quiet):
-            from transfer_queue.storage.clients.base import StorageClientFactory
-
-            client = StorageClientFactory.create("MooncakeStoreClient", config)
+            client = theirs.load("storage.clients").StorageClientFactory.create("MooncakeStoreClient", config)
     except ImportError as error:
         raise MissingExtraError(
             "backend mooncake_cpu needs Mooncake; install it with: pip install 'rlplane[mooncake]'"
@@ -511,16 +532,12 @@ def _options(cfg: DataPlaneConfig) -> dict[str, Any]:
 def _ray() -> Any:
     try:
         import ray
-        import transfer_queue
+
+        # Objects of it come with answers of Ray, which looks for the module where ours may stand in.
+        theirs.load("utils.zmq_utils")
     except ImportError as error:
         raise MissingExtraError(
             "impl transfer_queue needs Ray and TransferQueue; "
             "install them with: pip install 'rlplane[transfer-queue]'"
         ) from error
-    if transfer_queue.__name__ != "transfer_queue":
-        raise ConfigError(
-            "impl transfer_queue needs the real TransferQueue, and rlplane stands in for it in this process "
-            "(RLPLANE_AS_TRANSFER_QUEUE, or install()): import rlplane.compat.transfer_queue by its own name "
-            "instead, or stay on one machine"
-        )
     return ray

@@ -26,6 +26,7 @@ from rlplane.service.sockets import listen
 from rlplane.storage.chunks import chunks_of
 from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
+from rlplane.storage.transfer_queue import theirs
 
 __all__ = ["ServiceActor"]
 
@@ -127,6 +128,5 @@ def reconnect_timeout_s(cfg: Mapping[str, Any]) -> float:
 
 
 def _listen_ip(cfg: dict[str, Any]) -> str:
-    from transfer_queue.utils.zmq_utils import get_node_ip_address
-
-    return (cfg.get("transfer_queue") or {}).get("node_ip") or str(get_node_ip_address())
+    found = (cfg.get("transfer_queue") or {}).get("node_ip")
+    return found or str(theirs.load("utils.zmq_utils").get_node_ip_address())

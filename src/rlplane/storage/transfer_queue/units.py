@@ -24,6 +24,7 @@ from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.copying import copy_all
 from rlplane.storage.keyed import unit_of
 from rlplane.storage.places import Loss, UnitsDiedError
+from rlplane.storage.transfer_queue import theirs
 
 __all__ = ["StorageUnits"]
 
@@ -45,12 +46,11 @@ class StorageUnits:
     def __init__(
         self, infos: Mapping[int, Any], check_alive: Callable[[int], None], ack_timeout_s: float
     ) -> None:
-        from transfer_queue.utils.zmq_utils import STORAGE_CLIENT_IDENTITY_PREFIXES
-
         self._addresses = [infos[rank].to_addr("put_get_socket") for rank in sorted(infos)]
         self._check_alive, self._ack_timeout_s = check_alive, ack_timeout_s
         self._dead: dict[int, str] = {}  # those that are known to have died, with what was said of it
-        self._prefix = STORAGE_CLIENT_IDENTITY_PREFIXES[0]
+        self._zmq = theirs.load("utils.zmq_utils")
+        self._prefix = self._zmq.STORAGE_CLIENT_IDENTITY_PREFIXES[0]
         self._open_context()
 
     def _open_context(self) -> None:
@@ -135,8 +135,7 @@ class StorageUnits:
         self, kind: str, bodies: Mapping[int, dict[str, Any]], expected: str, nbytes: int
     ) -> dict[int, dict[str, Any]]:
         """Send a request to each unit, then wait for all answers."""
-        from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
-
+        ZMQMessage, ZMQRequestType = self._zmq.ZMQMessage, self._zmq.ZMQRequestType
         for unit in bodies:
             if unit in self._dead:
                 raise _UnitDiedError(self._dead[unit], unit)
