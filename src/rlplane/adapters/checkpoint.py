@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlplane.adapters.link import Link
-from rlplane.errors import DataPlaneError, PlaneConnectionError
+from rlplane.errors import DataPlaneError, MissingDataError, PlaneConnectionError
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, CheckpointConfig
 from rlplane.service import protocol as wire
 from rlplane.storage.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -77,18 +77,37 @@ def _saved(directory: str | Path) -> list[Path]:
 
 def save_plane(link: Link, checkpoint_dir: str, metadata: Mapping[str, Any] | None) -> None:
     """Write the plane as it is at one point of time, while work goes on."""
-    frozen = link.request(wire.Freeze(), wire.Frozen)
+    frozen, state = _freeze(link)
     try:
         with link.in_use:
             write_checkpoint(
                 checkpoint_dir,
-                frozen.state,
+                state,
                 {block: layout for block, (_, _, layout) in frozen.blocks.items()},
                 lambda block: _bytes_of(link, frozen, block),
                 metadata,
             )
     finally:
         link.connection.release(frozen.lease)
+
+
+def _freeze(link: Link) -> tuple[wire.Frozen, bytes]:
+    """The state, and the lease on its blocks."""
+    while True:
+        frozen = link.request(wire.Freeze(), wire.Frozen)
+        pieces, is_whole = [frozen.state], frozen.is_whole
+        try:
+            while not is_whole:
+                piece, is_whole = link.request(wire.FrozenPiece(frozen.lease), wire.Done).value
+                pieces.append(piece)
+        except MissingDataError:
+            # The service has been started again, and does not know what it had frozen.
+            link.connection.release(frozen.lease)
+            continue
+        except BaseException:
+            link.connection.release(frozen.lease)
+            raise
+        return frozen, b"".join(pieces)
 
 
 def load_plane(

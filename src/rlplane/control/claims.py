@@ -312,13 +312,17 @@ class Claims:
         return self._looking.conditions.get(claim.condition_key, claim.condition)
 
     def look_for(self, task: TaskCursor, claim: Claim) -> Iterator[Look]:
-        """A look at the tags that a claim will ask about."""
+        """Looks at the tags that a claim will ask about."""
+        key, order = self._cursors.wanted(task, claim)
+        # A queue that is not there yet is left to the claim: a look changes nothing.
+        queue = task.queues.get(key)
+        if queue is None and order is not None and not self._table.spec.group_size:
+            look = self._looking.look_at_keys(order)
+            if look is not None:
+                yield look
         matches = self._matches(claim)
         if matches is None:
             return
-        key, _ = self._cursors.wanted(task, claim)
-        # A queue that is not there yet is left to the claim: a look changes nothing.
-        queue = task.queues.get(key)
         rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
 
         def see(rows: Rows) -> int:

@@ -11,6 +11,7 @@ from rlplane.control.fields import Rows, grown
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue
+from rlplane.control.looking import Looking
 from rlplane.control.ordered import OrderedQueue
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
@@ -100,8 +101,8 @@ class TaskCursor:
 class Cursors:
     """All tasks of a partition by name."""
 
-    def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState) -> None:
-        self._table, self._groups, self._flow = table, groups, flow
+    def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState, looking: Looking) -> None:
+        self._table, self._groups, self._flow, self._looking = table, groups, flow, looking
         self.tasks = {name: TaskCursor(name, table.size) for name in table.spec.tasks}
 
     def task(self, name: str) -> TaskCursor:
@@ -144,7 +145,7 @@ class Cursors:
         if order is not None and size:
             queue = OrderedQueue(table, size, order, sizes, task.kept)
         elif order is not None:
-            queue = OrderedRowQueue(table, order)
+            queue = OrderedRowQueue(table, self._looking.keys(order))
         elif size:
             queue = GroupQueue(table, size, sizes, task.kept)
         else:

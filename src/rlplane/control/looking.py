@@ -11,6 +11,7 @@ import numpy as np
 
 from rlplane.control.conditions import Conditions, Look, Matches, key_of
 from rlplane.control.fields import Rows
+from rlplane.control.ordered_rows import KnownKeys
 from rlplane.control.policies import Order
 from rlplane.control.requests import Batch
 from rlplane.control.rules import compile_where
@@ -18,6 +19,9 @@ from rlplane.control.samples import SampleTable
 from rlplane.control.tag_index import TagIndex
 
 __all__ = ["Looking"]
+
+# Keys take eight bytes per row and order.
+_MOST_ORDERS = 16
 
 
 class Looking:
@@ -27,19 +31,41 @@ class Looking:
         self._table = table
         self.conditions = Conditions(table)
         self.indexes: dict[str, TagIndex] = {}
+        self._keys: dict[str, KnownKeys] = {}
 
     def tagged(self, rows: Rows, again: Rows) -> None:
         """These rows have got tags, those of them that come ``again`` other ones than they had."""
         if len(again):
             self.conditions.forget(again)
+            for keys in self._keys.values():
+                keys.forget(again)
         for index in self.indexes.values():
             self._add_to(index, rows)
 
     def remove(self, rows: Rows) -> None:
         """Forget rows."""
         self.conditions.forget(rows)
+        for keys in self._keys.values():
+            keys.forget(rows)
         for index in self.indexes.values():
             index.remove(rows.tolist())
+
+    def keys(self, order: Order) -> KnownKeys | None:
+        """What samples are sorted by in an order; None if that is their age."""
+        if order.kind == "lifo":
+            return None
+        known = self._keys.pop(order.text, None) or KnownKeys(self._table, order)
+        self._keys[order.text] = known  # the last one is the one that was used last
+        if len(self._keys) > _MOST_ORDERS:
+            del self._keys[next(iter(self._keys))]
+        return known
+
+    def look_at_keys(self, order: Order) -> Look | None:
+        """A look at what samples are sorted by, before they are."""
+        keys = self.keys(order)
+        if keys is None:
+            return None
+        return Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
 
     def tag_index(self, tag: str) -> TagIndex:
         """The index of a tag, made when it is first asked for."""

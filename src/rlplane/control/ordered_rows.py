@@ -17,12 +17,14 @@ from rlplane.control.fields import grown
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 
-__all__ = ["OrderedRowQueue"]
+__all__ = ["KnownKeys", "OrderedRowQueue"]
 
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
 # Merging two runs of this length takes some ten milliseconds, in which nobody else is served.
 _LONGEST_MERGED = 1 << 18
+# All that is there when a queue is made is sorted in parts, and these are not merged at once.
+_LONGEST_SORTED = 1 << 16
 
 
 class _Run(NamedTuple):
@@ -43,7 +45,8 @@ class _Run(NamedTuple):
             keys, numbers, stamps, rows = map(np.concatenate, zip(*runs, strict=True))
         if _are_in_order(keys, numbers):
             return cls(keys, numbers, stamps, rows)
-        order = np.argsort(keys, kind="stable")
+        # A stable sort is fast for what is sorted in parts, and keeps equal keys in order that are so.
+        order = np.argsort(keys, kind=None if len(runs) == 1 else "stable")
         if not _are_in_order(keys[order], numbers[order]):
             order = np.lexsort((numbers, keys))
         return cls(keys[order], numbers[order], stamps[order], rows[order])
@@ -75,6 +78,31 @@ def _are_in_order(keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> bool
     return bool((ascends | ((later == earlier) & (numbers[1:] > numbers[:-1]))).all())
 
 
+class KnownKeys:
+    """The keys of samples in one order, each worked out once: what is known is kept until the tags change or
+    the sample is cleared. So they can be worked out ahead, a few at a time."""
+
+    def __init__(self, table: RowTable, order: Order) -> None:
+        self._table, self._order = table, order
+        self._keys = np.full(table.size, np.nan)
+
+    def __call__(self, rows: Rows) -> NDArray[np.float64]:
+        """The key of each row."""
+        if len(self._keys) < self._table.size:
+            self._keys = grown(self._keys, self._table.size, np.nan)
+        keys = self._keys[rows]
+        unknown = np.isnan(keys)
+        if unknown.any():
+            new = rows[unknown]
+            keys[unknown] = self._order.keys(self._table.ids[new].tolist(), self._table.tags[new].tolist())
+            self._keys[new] = keys[unknown]
+        return keys
+
+    def forget(self, rows: Rows) -> None:
+        """The tags of these rows have changed, or are gone."""
+        self._keys[rows[rows < len(self._keys)]] = np.nan
+
+
 class OrderedRowQueue(ReadyQueue):
     """Samples in another order than that in which they became ready.
 
@@ -82,10 +110,10 @@ class OrderedRowQueue(ReadyQueue):
     whose key has changed comes where it would have come with that key from the beginning.
     """
 
-    def __init__(self, table: RowTable, order: Order) -> None:
+    def __init__(self, table: RowTable, keys: KnownKeys | None) -> None:
+        """Without keys, the newest comes first."""
         super().__init__(table)
-        self._order = order
-        self._newest_first = order.kind == "lifo"
+        self._known_keys = keys
         self._queued = np.zeros(table.size, bool)
         self._key = np.zeros(table.size, np.float64)
         self._number = np.zeros(table.size, np.int64)
@@ -107,7 +135,9 @@ class OrderedRowQueue(ReadyQueue):
             rows = rows[~known]
         if len(rows):
             numbers = np.arange(self._count + 1, self._count + 1 + len(rows))
-            self._add(rows, -numbers if self._newest_first else numbers)
+            if self._known_keys is None:
+                rows, numbers = rows[::-1], -numbers[::-1]  # in order
+            self._add(rows, numbers)
 
     def restore(self, rows: Rows) -> None:
         if len(rows):
@@ -124,19 +154,24 @@ class OrderedRowQueue(ReadyQueue):
 
     def _move(self, rows: Rows) -> None:
         """Look at the keys again: the tags that they are made of may have changed."""
-        if not self._newest_first:
-            keys = self._keys(rows)
+        if self._known_keys is not None:
+            keys = self._known_keys(rows)
             moved = keys != self._key[rows]
             if moved.any():
                 rows = rows[moved]
                 self._push(rows, keys[moved], self._number[rows])
 
     def _keys(self, rows: Rows) -> NDArray[np.float64]:
-        if self._newest_first:
+        if self._known_keys is None:
             return self._number[rows].astype(np.float64)
-        return self._order.keys(self._table.ids[rows].tolist(), self._table.tags[rows].tolist())
+        return self._known_keys(rows)
 
     def _push(self, rows: Rows, keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> None:
+        if len(rows) > _LONGEST_SORTED:
+            for at in range(0, len(rows), _LONGEST_SORTED):
+                some = slice(at, at + _LONGEST_SORTED)
+                self._push(rows[some], keys[some], numbers[some])
+            return
         stamps = np.arange(self._stamps, self._stamps + len(rows))
         self._stamps += len(rows)
         self._stamp[rows], self._key[rows] = stamps, keys
@@ -157,7 +192,7 @@ class OrderedRowQueue(ReadyQueue):
         self._runs.append(run)
         while len(self._runs) > 1:
             last, before = len(self._runs[-1].rows), len(self._runs[-2].rows)
-            if before > 2 * last or before + last > _LONGEST_MERGED:
+            if before > 2 * last or before + last > _LONGEST_MERGED or last == _LONGEST_SORTED:
                 break
             self._runs[-2:] = [_Run.merged(self._runs[-2:])]
 

@@ -48,8 +48,8 @@ class Partition:
         self.table = SampleTable(spec)
         self.flow = FlowState(self.table.size)
         self.groups = GroupMembers(self.table)
-        self.cursors = Cursors(self.table, self.groups, self.flow)
         self.looking = Looking(self.table)
+        self.cursors = Cursors(self.table, self.groups, self.flow, self.looking)
         self.flow_control = FlowControl(self.table, self.groups, self.flow, self.cursors, self.looking)
         self.claims = Claims(
             self.table, self.groups, self.flow, self.cursors, self.looking, self.flow_control

@@ -42,6 +42,8 @@ __all__ = ["LOST", "STALE", "ControlState"]
 
 # Up to this many references are counted faster by a Counter than by numpy.unique.
 _FEW = 256
+# Samples that are looked at within some milliseconds.
+_MANY = 20_000
 STALE = "stale"
 """Why a sample was evicted that had become too old."""
 LOST = "lost"
@@ -160,12 +162,20 @@ class ControlState:
         return effects
 
     def look_for_claim(self, claim: Claim) -> Iterator[Look]:
-        """What has to be looked at before a claim with a condition, in pieces, so that the claim itself takes
-        no time. Nothing changes."""
+        """What has to be looked at before a claim with a condition or an order, in pieces, so that the claim
+        itself takes little time. Nothing changes."""
         partition = self.partition(claim.partition_id)
         task = partition.task(claim.task)
         check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
         return partition.claims.look_for(task, claim)
+
+    def sorts_many(self, partition_id: str, order: str | None) -> bool:
+        """Whether a claim in this order may have to sort so many samples that others would wait."""
+        partition = self.partitions.get(partition_id)
+        if partition is None or len(partition.rows) <= _MANY:
+            return False
+        flow = partition.spec.flow
+        return order is not None or (flow is not None and flow.training_order is not None)
 
     def look_for(self, partition_id: str, where: Mapping[str, Any]) -> Iterator[Look]:
         """The same for :meth:`peek` and :meth:`count`."""

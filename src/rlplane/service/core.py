@@ -10,7 +10,7 @@ import heapq
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.dump import BlockSize, StateDump, restore_state
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import Partition
 from rlplane.control.requests import Batch, Claim, Effects, Put
@@ -29,6 +29,7 @@ from rlplane.errors import (
     CheckpointError,
     DataPlaneError,
     InvalidRequestError,
+    MissingDataError,
     PlaneConnectionError,
 )
 from rlplane.service import protocol as wire
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
+# Of a frozen state: what takes some ten milliseconds to write, to send and to read.
+_PIECE_BYTES = 2**22
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -123,6 +126,7 @@ class ControlService:
         self.table = BlockTable()
         self.dead = Loss()  # the storage units that have died
         self.lost = 0  # samples that were lost with them
+        self._frozen: dict[int, Iterator[bytes]] = {}  # by lease, what is still to be read of a state
         self._next_lease = 1
         self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
         self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
@@ -190,6 +194,7 @@ class ControlService:
 
     def _drop_lease(self, held: _Client, lease: int) -> bool:
         places = held.leases.pop(lease, None)
+        self._frozen.pop(lease, None)
         if places:
             self.table.unlease(places, self.storage)
         return bool(places)
@@ -255,13 +260,15 @@ class ControlService:
     def look_ahead(self, envelope: wire.Envelope) -> Callable[[], bool] | None:
         """What has to be done before a request is handled, in pieces, so that others are served between them.
 
-        A condition that nobody has asked for yet looks at the tags of many samples. The result is called
+        A condition or an order that nobody has asked for yet looks at the tags of many samples. It is called
         until it returns True; None if there is nothing to do. It changes nothing but the time that the
         request will take.
         """
         try:
             match envelope.request:
-                case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if where:
+                case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
+                    where or self.state.sorts_many(partition_id, order)
+                ):
                     claim = Claim(partition_id, task, fields, size, where, order=order)
                     looks = self.state.look_for_claim(claim)
                 case wire.Peek(partition_id, where) | wire.Count(partition_id, where) if where:
@@ -387,6 +394,8 @@ class ControlService:
                 return wire.Done(self.state.count(partition_id, where))
             case wire.Freeze():
                 return self._freeze(request, held)
+            case wire.FrozenPiece(lease):
+                return wire.Done(self._next_piece(held, lease))
             case wire.Restore():
                 return self._restore(held, body)
             case wire.Withdraw(numbers):
@@ -760,7 +769,22 @@ class ControlService:
     def _freeze(self, request: PendingRequest, held: _Client) -> wire.Frozen:
         lease, places, located = self._lease(held, list(self.state.blocks()))
         held.grant(request, lease)
-        return wire.Frozen(lease, dump_state(self.state), places, located)
+        self._frozen[lease] = StateDump(self.state).pieces()
+        state, is_last = self._next_piece(held, lease)
+        return wire.Frozen(lease, state, places, located, is_whole=is_last)
+
+    def _next_piece(self, held: _Client, lease: int) -> tuple[bytes, bool]:
+        """Some more of a frozen state, and whether that was all."""
+        if lease not in held.leases or lease not in self._frozen:
+            raise MissingDataError(f"nothing more is known of a state that was frozen under lease {lease}")
+        pieces, length = [], 0
+        for piece in self._frozen[lease]:
+            pieces.append(piece)
+            length += len(piece)
+            if length >= _PIECE_BYTES:
+                return b"".join(pieces), False
+        del self._frozen[lease]
+        return b"".join(pieces), True
 
     def _restore(self, held: _Client, body: wire.Restore) -> wire.Done:
         missing = [number for number in body.places if number not in held.reserved]
@@ -926,4 +950,4 @@ class ControlService:
         ]
 
 
-_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall"})
+_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "_frozen"})

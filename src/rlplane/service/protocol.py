@@ -42,6 +42,7 @@ __all__ = [
     "Finish",
     "Freeze",
     "Frozen",
+    "FrozenPiece",
     "Goodbye",
     "Hello",
     "Inspect",
@@ -307,7 +308,14 @@ class ListIds(_Request):
 
 
 class Freeze(_Request):
-    """Take the whole state at one point of time, with a lease on every block."""
+    """Take the whole state at one point of time, with a lease on every block. A large state comes in pieces,
+    for which :class:`FrozenPiece` asks, so that nobody else waits until all of it is written."""
+
+
+class FrozenPiece(_Request):
+    """The next piece of a state that was frozen under this lease, and whether it is the last."""
+
+    lease: int
 
 
 class Restore(_Request):
@@ -347,6 +355,7 @@ Request = (
     | ServiceStatus
     | ListIds
     | Freeze
+    | FrozenPiece
     | Restore
     | Shutdown
     | Peek
@@ -439,9 +448,10 @@ class Claimed(_Answer):
 
 class Frozen(_Answer):
     lease: int
-    state: bytes
+    state: bytes  # the first piece of it
     places: list[Place]
     blocks: dict[int, tuple[int, int, Layout]]
+    is_whole: bool = True  # there are no further pieces
 
 
 Answer = Failure | Done | Described | Reserved | Claimed | Located | Frozen | Welcome

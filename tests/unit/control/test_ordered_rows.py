@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.control.test_queues import Table, rows_in
 
 from rlplane.control import ordered_rows
-from rlplane.control.ordered_rows import OrderedRowQueue
+from rlplane.control.ordered_rows import KnownKeys, OrderedRowQueue
 from rlplane.control.policies import Order
 
 ROWS = 24
@@ -24,7 +24,13 @@ ROWS = 24
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So short that few rows make several of them."""
     with monkeypatch.context() as short:
-        for name, length in {"_FRONT": 2, "_PIECE": 2, "_LARGEST_PIECE": 4, "_LONGEST_MERGED": 6}.items():
+        for name, length in {
+            "_FRONT": 2,
+            "_PIECE": 2,
+            "_LARGEST_PIECE": 4,
+            "_LONGEST_MERGED": 6,
+            "_LONGEST_SORTED": 4,
+        }.items():
             short.setattr(ordered_rows, name, length)
         yield
 
@@ -94,13 +100,16 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
     by_version = order in ("oldest", "freshest")
     how = Order.by_version("v", freshest=order == "freshest") if by_version else Order(order)
     table.tags[:] = [{} for _ in range(ROWS)]
-    queue, model = OrderedRowQueue(table, how), SortedList(how, table)
+    keys = None if order == "lifo" else KnownKeys(table, how)
+    queue, model = OrderedRowQueue(table, keys), SortedList(how, table)
     for kind, *arguments in steps:
         if kind == "offer":
             rows, tags = arguments
             queue.withdraw(np.array(rows, np.int64))
             for row, value in zip(rows, tags, strict=False):
                 table.tags[row] = {"v": value}
+            if queue._known_keys is not None:
+                queue._known_keys.forget(np.array(rows, np.int64))
             queue.readmit(np.array(rows, np.int64))
             queue.offer(np.array(rows, np.int64))
             model.offer(rows)
@@ -125,6 +134,8 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
         else:
             queue = pickle.loads(pickle.dumps(queue))
             queue._table = table
+            if queue._known_keys is not None:
+                queue._known_keys._table = table
         assert queue.ready == len(model.places)
         assert set(model.places) <= set(queue.candidates()[0].tolist())
 
@@ -137,7 +148,7 @@ def test_numbers_beyond_64_bits_come_first_or_last() -> None:
 
 def test_rows_that_leave_by_the_back_door_are_forgotten() -> None:
     table = Table(64)
-    queue = OrderedRowQueue(table, Order("random:1"))
+    queue = OrderedRowQueue(table, KnownKeys(table, Order("random:1")))
     rows = np.arange(64)
     table.ids[:] = [f"s{row}" for row in range(64)]
     table.tags[:] = [{} for _ in range(64)]
@@ -151,8 +162,9 @@ def test_rows_that_leave_by_the_back_door_are_forgotten() -> None:
 def test_a_row_is_looked_at_a_few_times_however_many_are_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ordered_rows, "_FRONT", 8192)
     monkeypatch.setattr(ordered_rows, "_LONGEST_MERGED", 1 << 18)
+    monkeypatch.setattr(ordered_rows, "_LONGEST_SORTED", 1 << 16)
     table = Table(200_000)
-    queue = OrderedRowQueue(table, Order("priority:v"))
+    queue = OrderedRowQueue(table, KnownKeys(table, Order("priority:v")))
     chosen = np.random.default_rng(5).permutation(200_000)
     table.tags[:] = [{"v": int(value)} for value in chosen]
     for start in range(0, 200_000, 1000):

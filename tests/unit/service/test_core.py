@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.unit.service.service_harness import FOREVER, IDLE_SEGMENT_S, Desk, layout_of
 
+from rlplane.control.dump import dump_state
 from rlplane.control.rules import PartitionSpec
+from rlplane.service import core
 from rlplane.service import protocol as wire
 from rlplane.service.core import PendingRequest
 from rlplane.storage.places import Layout, Place
@@ -590,6 +592,48 @@ def test_a_frozen_plane_can_be_restored_and_the_old_memory_is_recycled(desk: Des
     assert desk.used == PAGE
     desk.ask(0, wire.Clear("p", None))
     assert desk.used == 0
+
+
+def test_a_large_state_is_frozen_at_one_point_of_time_and_read_in_pieces(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.put(0, [f"s{number}" for number in range(50)], 1, tags=[{"v": number} for number in range(50)])
+    desk.claimed(1, 5)
+    whole = dump_state(desk.service.state)
+    monkeypatch.setattr(core, "_PIECE_BYTES", 100)
+    frozen = desk.ask(0, wire.Freeze())
+    state, is_whole = frozen.state, frozen.is_whole
+    while not is_whole:
+        # Whatever others do meanwhile is not in it.
+        desk.put(1, [f"new-{len(state)}"], 1)
+        desk.commit(1, ["s7"], None, tags=[{"v": len(state)}])
+        desk.ask(1, wire.Clear("p", [f"s{len(state) % 50}", f"new-{len(state)}"]))
+        desk.claimed(2, 1)
+        piece, is_whole = desk.ask(0, wire.FrozenPiece(frozen.lease)).value
+        assert len(piece) < 1000
+        state += piece
+    assert state == whole
+    assert desk.ask(0, wire.FrozenPiece(frozen.lease)).kind == "MissingDataError"
+
+
+@pytest.mark.parametrize("ended", ["released", "other client", "abandoned", "service restarted"])
+def test_nothing_is_kept_of_a_frozen_state_that_nobody_will_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, ended: str
+) -> None:
+    desk.put(0, ["a"], 1)
+    monkeypatch.setattr(core, "_PIECE_BYTES", 100)
+    request = desk.post(0, wire.Freeze())
+    lease = desk.answers[request].lease
+    if ended == "released":
+        desk.service.release(0, lease)
+    elif ended == "abandoned":
+        desk.abandon(request)
+    elif ended == "service restarted":
+        desk.service._frozen.clear()  # it is not dumped, and the client says again which leases it holds
+    asker = 1 if ended == "other client" else 0
+    assert desk.ask(asker, wire.FrozenPiece(lease)).kind == "MissingDataError"
+    assert bool(desk.service._frozen) == (ended == "other client")
+    assert "_frozen" not in desk.service.dump()
 
 
 def test_clients_that_knew_the_old_schema_are_told_after_a_restore(desk: Desk) -> None:

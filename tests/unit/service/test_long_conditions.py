@@ -1,13 +1,15 @@
-"""A condition that looks at many samples does so in pieces, between which others are served."""
+"""A condition or an order that looks at many samples does so in pieces, between which others are served."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.service.service_harness import FOREVER, Desk
 
 from rlplane.control.conditions import key_of
+from rlplane.control.policies import Order
 from rlplane.service import protocol as wire
 from rlplane.service import stall
 
@@ -25,6 +27,10 @@ def the_shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def desk() -> Desk:
+    return filled_desk()
+
+
+def filled_desk() -> Desk:
     desk = Desk(capacity=10**6)
     desk.service.connect(0)
     desk.register()
@@ -65,6 +71,41 @@ def test_what_was_looked_at_is_not_looked_at_again(desk: Desk) -> None:
     rows = partition.live_rows(None)
     unclaimed = rows[~partition.task("t").claimed[rows]]
     assert len(unclaimed) >= SAMPLES - 3 and not matches(unclaimed).any()
+
+
+@pytest.mark.parametrize("order", ["priority:v", "random:5"])
+def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    desk = filled_desk()
+    monkeypatch.setattr("rlplane.control.state._MANY", SAMPLES // 2)
+    body = wire.ClaimRequest("p", "t", [], SAMPLES, False, FOREVER, None, order=order)
+    look = desk.service.look_ahead(wire.Envelope(body))
+    assert look is not None
+    pieces = 1
+    while not look():
+        pieces += 1
+        if pieces < 9:
+            desk.commit(0, [f"among-{pieces}"], None, tags=[{"v": SAMPLES + pieces}])
+            desk.commit(0, ["s5"], None, tags=[{"v": -1000 * pieces}])
+    assert pieces > 5
+    partition = desk.service.state.partition("p")
+    keys = Order(order).keys(list(partition.rows), [partition.tags[row] for row in partition.rows.values()])
+    wanted = [list(partition.rows)[place] for place in np.argsort(keys, kind="stable")]
+    calls = 0
+    work_out = Order.keys
+
+    def counted(self: Order, ids: list[str], tags: list[dict[str, Any]]) -> Any:
+        nonlocal calls
+        calls += len(ids)
+        return work_out(self, ids, tags)
+
+    monkeypatch.setattr(Order, "keys", counted)
+    unclaimed = [i for i in wanted if not partition.task("t").claimed[partition.rows[i]]]
+    assert desk.ask(0, body).ids == unclaimed[:SAMPLES]
+    assert calls < 20  # what came or changed after it was looked at
+    again = desk.service.look_ahead(wire.Envelope(body))
+    assert again is not None and again()  # the queue is there
 
 
 def test_a_claim_that_finds_its_batch_at_the_front_is_not_looked_at_in_pieces(desk: Desk) -> None:

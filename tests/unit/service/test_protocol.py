@@ -44,6 +44,7 @@ REQUESTS: list[Any] = [
     wire.Finish("p"),
     wire.CloseGroup("p", 7, "failed", ["x"]),
     wire.Freeze(),
+    wire.FrozenPiece(3),
     wire.Restore(b"state", [1], {5: (1, 0, LAYOUT)}, True),
     wire.Shutdown(),
     wire.Withdraw([3, 4]),
@@ -62,7 +63,7 @@ ANSWERS: list[Any] = [
     wire.Located(
         1, [PLACE], {3: (0, 64, LAYOUT)}, [wire.FieldRows(2, 3, 1), wire.FieldRows(1, 0, 0, b"12", b"3")]
     ),
-    wire.Frozen(1, b"state", [PLACE], {3: (0, 64, LAYOUT)}),
+    wire.Frozen(1, b"state", [PLACE], {3: (0, 64, LAYOUT)}, False),
     wire.Welcome(7, "secret"),
 ]
 HELLOS = [wire.Hello(2, "token", 17, True), wire.Hello(2, "", client=3, secret="secret")]
