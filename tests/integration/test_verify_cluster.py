@@ -38,7 +38,7 @@ def change_a_byte(client: TQDataPlaneClient) -> None:
     buffer, chunk = scratch.empty(place.size), Chunk(key, 0, place.size)
     link.storage._store.get([chunk], buffer)
     buffer[start] ^= 1
-    link.storage._store.drop([key])
+    link.storage._store.drop([chunk])
     link.storage._store.put([chunk], buffer, time.monotonic() + 60)
     link.connection.release(located.lease)
 
