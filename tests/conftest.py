@@ -8,6 +8,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is, and nothing else.
+settings.register_profile("rlplane", deadline=None)
+settings.load_profile("rlplane")
 
 # Ray's workers give way to all other processes by default: beside two other test processes they starved, and
 # an actor took more than a minute to start. Inherited by every process that a test starts.

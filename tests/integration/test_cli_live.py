@@ -32,7 +32,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
 
 def rlplane(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlplane.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +151,8 @@ def test_the_aggregators_metrics_have_a_token_that_is_printed_and_left_for_its_u
         bare, _, token = address.partition("?token=")
         file = Path(process.stderr.readline().removeprefix("the token is in ").strip())
         assert file.read_text() == token and file.stat().st_mode & 0o077 == 0
-        assert httpx.get(bare, trust_env=False, timeout=60).status_code == 401
-        assert "rlplane_up" in httpx.get(address, trust_env=False, timeout=60).text
+        assert httpx.get(bare, trust_env=False, timeout=300).status_code == 401
+        assert "rlplane_up" in httpx.get(address, trust_env=False, timeout=300).text
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert token not in process.stderr.read()  # Not in its log.
@@ -197,7 +197,7 @@ def test_a_served_plane_can_be_joined_and_ends_on_ctrl_c() -> None:
             [sys.executable, "-c", code],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
             env=os.environ | {"RLPLANE_CONTROLLER_ADDRESS": address},
         )

@@ -39,7 +39,7 @@ def in_another_process(code: str) -> Any:
         [sys.executable, "-c", f"import json\nfrom rlplane.compat import transfer_queue as tq\n{code}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -339,7 +339,7 @@ def test_the_engine_of_a_cluster_serves_it_and_ray_workers_find_it(ray_cluster):
             theirs.close()
             return total
 
-        assert ray.get(work.remote(), timeout=120) == 14.0
+        assert ray.get(work.remote(), timeout=300) == 14.0
         assert tq.kv_batch_get("k0", "p", "total")["total"].values().tolist() == [14.0]
         assert tq.kv_list("p")["p"]["k0"] == {"v": 0, "done": True}
     finally:
@@ -355,7 +355,7 @@ def run_python(code: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return done.stdout.strip()

@@ -129,7 +129,7 @@ def test_without_the_key_nobody_is_counted(notice: Notice, tmp_path: Path) -> No
             stranger.put_samples(["a"], "p", tags=[{}])
             host, _, port = place.rpartition(":")
             with (
-                socket.create_connection((host, int(port)), timeout=60) as raw,
+                socket.create_connection((host, int(port)), timeout=300) as raw,
                 contextlib.suppress(ConnectionResetError),
             ):
                 raw.sendall(b"\xff" * 4096)

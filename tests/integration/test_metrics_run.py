@@ -77,7 +77,7 @@ def wait_for_line(worker: Worker, line: str) -> None:
 
 def finish(worker: Worker) -> None:
     """Let a worker that holds close in order."""
-    out, _ = worker.communicate(timeout=60)
+    out, _ = worker.communicate(timeout=300)
     assert worker.returncode == 0
     assert out.strip().endswith("dropped 0")
 
@@ -234,7 +234,7 @@ def test_the_last_frame_reaches_a_viewer_that_was_stopped(
         handle._session.record(SessionEvent("ENDED", 0))
         wait_until(lambda: handle.subscriber.complete is not None, "the final snapshot elsewhere")
         viewer.send_signal(signal.SIGCONT)
-        assert viewer.communicate(timeout=60)[0].strip() == "COMPLETE"
+        assert viewer.communicate(timeout=300)[0].strip() == "COMPLETE"
     finally:
         if viewer.poll() is None:
             viewer.kill()

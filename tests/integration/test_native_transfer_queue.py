@@ -52,7 +52,7 @@ class PlainProgram:
 
     def end(self) -> None:
         if self._process.poll() is None:
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=300)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_ranks_train_equally_many_batches_of_a_ragged_flow(world: int, tmp_path:
                     token_aligned_fields=["tokens"],
                 )
             client.finish_partition("flow")
-            got = {rank: (seen, weight) for rank, seen, weight in (results.get(timeout=60) for _ in ranks)}
+            got = {rank: (seen, weight) for rank, seen, weight in (results.get(timeout=300) for _ in ranks)}
         finally:
             for process in ranks:
                 process.join(120)

@@ -87,7 +87,7 @@ def test_claims_of_a_dead_worker_go_to_the_front_of_the_queue_in_their_order(pla
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.claim_and_wait, plane.controller_address, ready, 8)
-    assert ready.get(timeout=120) == ids[:8]
+    assert ready.get(timeout=300) == ids[:8]
     assert plane.claim_meta("flow", "train", ["a"], 4).sample_ids == ids[8:12]
     kill(process)
     wait_for_clients(plane, 1)
@@ -100,7 +100,7 @@ def test_what_a_dead_worker_had_written_to_is_not_handed_out_again(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.claim_and_wait, plane.controller_address, ready, 8, "write")
-    ready.get(timeout=120)
+    ready.get(timeout=300)
     kill(process)
     wait_for_clients(plane, 1)
     assert plane.claim_meta("flow", "train", ["a"], 8).sample_ids == ids[4:]
@@ -109,7 +109,7 @@ def test_what_a_dead_worker_had_written_to_is_not_handed_out_again(plane):
 def test_a_claim_that_a_dead_worker_waited_in_takes_nothing_with_it(plane):
     ready = workers.context.Queue()
     process = start(workers.wait_in_a_claim, plane.controller_address, ready)
-    ready.get(timeout=120)
+    ready.get(timeout=300)
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
     kill(process)
     wait_for_clients(plane, 1)
@@ -123,7 +123,7 @@ def test_the_leases_of_a_dead_reader_are_returned(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.read_and_hold, plane.controller_address, ready, ids)
-    assert ready.get(timeout=120) == int(batch(ids)["b"].sum())
+    assert ready.get(timeout=300) == int(batch(ids)["b"].sum())
     plane.clear_samples(ids, "flow")
     held = plane.service_status()
     assert held["leases"] == 1 and held["storage"]["used"] - held["reserved"] > 0
@@ -177,11 +177,11 @@ def test_every_client_hears_at_once_that_a_service_which_does_not_come_back_was_
     ready = workers.context.Queue()
     waiting = [start(workers.wait_in_a_claim, plane.controller_address, ready) for _ in range(3)]
     for _ in waiting:
-        assert ready.get(timeout=120) is True
+        assert ready.get(timeout=300) is True
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 3)
     os.kill(plane.service_status()["pid"], signal.SIGKILL)
     for _ in waiting:
-        assert ConnectionError in ready.get(timeout=120)
+        assert ConnectionError in ready.get(timeout=300)
     with pytest.raises(ConnectionError, match="has ended or died"):
         plane.list_sample_ids("flow")
     for process in waiting:
@@ -192,7 +192,7 @@ def test_every_client_hears_at_once_that_a_service_which_does_not_come_back_was_
 
 def test_the_next_start_removes_what_a_killed_service_left(plane):
     process = start(workers.bootstrap_and_wait, ready := workers.context.Queue())
-    address, service = ready.get(timeout=120)
+    address, service = ready.get(timeout=300)
     path = Path(address.removeprefix("shm://"))
     os.kill(process.pid, signal.SIGSTOP)  # so that it cannot clean up
     os.kill(service, signal.SIGKILL)
@@ -208,7 +208,7 @@ def test_the_next_start_removes_what_a_killed_service_left(plane):
 
 def test_the_death_of_the_bootstrap_process_ends_the_service():
     process = start(workers.bootstrap_and_wait, ready := workers.context.Queue())
-    address, service = ready.get(timeout=120)
+    address, service = ready.get(timeout=300)
     worker = workers.connect(address)
     kill(process)
     path = Path(address.removeprefix("shm://"))
@@ -226,7 +226,7 @@ def _is_zombie(pid):
 def test_a_stopped_client_holds_up_nobody(plane):
     ready = workers.context.Queue()
     process = start(workers.wait_in_a_claim, plane.controller_address, ready)
-    ready.get(timeout=120)
+    ready.get(timeout=300)
     wait_until(lambda: plane.partition_status("flow")["tasks"]["train"]["waiting"] == 1)
     os.kill(process.pid, signal.SIGSTOP)
     plane.register_partition("other", ["a"], 10**9, ["train"])
@@ -239,7 +239,7 @@ def test_a_stopped_client_holds_up_nobody(plane):
     os.kill(process.pid, signal.SIGCONT)
     ids = [f"s{row}" for row in range(64)]
     plane.put_samples(ids, "flow", batch(ids))
-    assert ready.get(timeout=120) == "claimed"
+    assert ready.get(timeout=300) == "claimed"
     process.join(120)
 
 
@@ -268,7 +268,7 @@ def test_a_slow_reader_delays_only_the_recycling_of_what_it_reads(plane):
     plane.put_samples(ids, "flow", batch(ids))
     ready = workers.context.Queue()
     process = start(workers.read_and_hold, plane.controller_address, ready, ids)
-    ready.get(timeout=120)
+    ready.get(timeout=300)
     plane.clear_samples(ids, "flow")
     held = plane.service_status()["storage"]["used"]
     for step in range(50):
@@ -470,7 +470,7 @@ def test_what_a_dead_client_has_finished_is_not_handed_out_again(plane):
         plane.put_samples(ids, "flow", batch(ids))
         ready = workers.context.Queue()
         process = start(workers.claim_in_one_thread_and_write_in_another, plane.controller_address, ready)
-        assert ready.get(timeout=60) == ids
+        assert ready.get(timeout=300) == ids
         kill(process)
         wait_until(lambda: plane.service_status()["clients"] == 1)
         assert plane.claim_meta("flow", "train", ["a"], 8, blocking=False).size == 0

@@ -38,10 +38,10 @@ def test_ray_actors_of_one_host_share_a_plane(ray_cluster):
     actor = ray.remote(num_cpus=0)(Stage)
     producer, consumer = actor.remote(plane), actor.remote(plane)
     waiting = consumer.consume.remote(64)
-    produced = ray.get(producer.produce.remote("a", 64), timeout=120)
-    assert ray.get(waiting, timeout=120) == (produced, sum(range(64_000)))
+    produced = ray.get(producer.produce.remote("a", 64), timeout=300)
+    assert ray.get(waiting, timeout=300) == (produced, sum(range(64_000)))
     # A killed actor gives its memory back.
-    ray.get(producer.produce.remote("b", 8), timeout=120)
+    ray.get(producer.produce.remote("b", 8), timeout=300)
     for dead in (producer, consumer):
         ray.kill(dead)
     assert plane.claim_meta("flow", "train", ["x"], 8).size == 8

@@ -284,7 +284,7 @@ for fd in fillers:
 print(int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()))
 """
     result = subprocess.run(
-        [sys.executable, "-c", script, plane.controller_address], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, plane.controller_address], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     assert "ulimit -n" in result.stdout and str(MB) in result.stdout
@@ -368,7 +368,7 @@ def test_a_put_waits_for_a_full_dev_shm_and_nothing_is_corrupted():
         ["unshare", "--mount", "sh", "-c", setup, sys.executable, FULL],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

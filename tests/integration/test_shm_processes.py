@@ -128,7 +128,7 @@ def test_a_child_process_finds_the_plane_in_its_environment(plane):
         "plane = rlplane.build_data_plane_client(rlplane.load_config('shm'), bootstrap=False)\n"
         "print(plane.list_sample_ids('flow'))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "['a']", done.stderr
 
 
@@ -201,7 +201,7 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind():
         "plane.register_partition('flow', ['x'], 8, ['train'])\n"
         "print(plane.controller_address, plane._supervisor.pid)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     address, controller = done.stdout.split()
     deadline = 0
     while Path(f"/proc/{controller}").exists() and deadline < 2000:
@@ -213,7 +213,7 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind():
 
 def test_the_service_loads_no_torch():
     script = "import sys, rlplane.adapters.local.process; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "False", done.stderr
 
 

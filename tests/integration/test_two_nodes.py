@@ -115,7 +115,7 @@ def wait_for_nodes(head: Host, count: int) -> None:
     deadline = time.monotonic() + 120
     while True:
         command = head.command(sys.executable, "-c", COUNT_NODES, f"{HEAD}:6379")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
         if done.returncode == 0 and int(done.stdout.split()[-1]) >= count:
             return
         assert time.monotonic() < deadline, f"Ray did not come up: {done.stderr[-2000:]}"

@@ -36,7 +36,7 @@ def test_a_child_that_forgets_bootstrap_false_joins_with_a_warning() -> None:
         client.register_partition("p", ["x"], 10, ["train"])
         client.put_samples(["a"], "p", None, [{}])
         child = subprocess.run(
-            [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=True
         )
         assert child.stdout.startswith("['a']") and "bootstrap=False" in child.stdout
         assert client.list_sample_ids("p") == ["a"]  # and its close has not ended the plane

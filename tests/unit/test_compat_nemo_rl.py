@@ -97,7 +97,7 @@ def test_the_snippets_of_its_page_run(nemo_rl: Path) -> None:
 
 def run_with(nemo_rl: Path, script: str, given: bytes = b"") -> None:
     code = f"import sys; sys.path.insert(0, {str(nemo_rl)!r})\n{script}"
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

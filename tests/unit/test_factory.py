@@ -134,7 +134,7 @@ try:
 except MissingExtraError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert f"rlplane[{extra}]" in done.stdout, done.stderr
 
 

@@ -16,6 +16,6 @@ def test_the_snippets_of_the_guide_to_flow_control_run(tmp_path: Path) -> None:
     script = tmp_path / "guide.py"
     script.write_text("\n".join(snippets), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 def schema_faults(schema: str, *files: Path) -> str:
     """What check-jsonschema has to say; its schemas come with it, so that nothing is fetched."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

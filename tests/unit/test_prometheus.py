@@ -180,10 +180,10 @@ def test_openmetrics_is_given_to_whoever_asks_for_it(snapshot: MetricsSnapshot) 
 def test_it_is_served_on_loopback_until_it_is_closed(snapshot: MetricsSnapshot) -> None:
     server = start_http(0, lambda: snapshot)
     try:
-        answer = httpx.get(server.address, trust_env=False, timeout=60)
+        answer = httpx.get(server.address, trust_env=False, timeout=300)
         assert answer.status_code == 200 and "rlplane_operations_total" in answer.text
         assert "openmetrics" in httpx.get(server.address, headers=OPENMETRICS).headers["content-type"]
-        head = httpx.head(server.address, trust_env=False, timeout=60)
+        head = httpx.head(server.address, trust_env=False, timeout=300)
         assert int(head.headers["content-length"]) > 1000 and not head.content
         assert httpx.get(server.address.removesuffix("metrics"), trust_env=False).status_code == 404
         assert httpx.post(server.address, trust_env=False).status_code == 405
@@ -199,7 +199,7 @@ def test_it_is_served_on_loopback_until_it_is_closed(snapshot: MetricsSnapshot) 
 def test_with_a_token_it_is_served_to_those_who_have_it(snapshot: MetricsSnapshot) -> None:
     token = "t0ken-of-a-scraper"
     server = start_http(0, lambda: snapshot, token)
-    with closing(server), httpx.Client(trust_env=False, timeout=60) as client:
+    with closing(server), httpx.Client(trust_env=False, timeout=300) as client:
         for wrong in ({}, {"authorization": "Bearer wrong"}, {"cookie": "rlplane_token=wrong"}):
             answer = client.get(server.address, headers=wrong)
             assert answer.status_code == 401 and "rlplane_" not in answer.text
@@ -229,7 +229,7 @@ def test_what_is_no_request_is_refused(request_head: bytes) -> None:
 
 
 def connect(server: MetricsHttpServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=300)
 
 
 def test_connections_that_ask_for_nothing_are_bounded_in_time_and_number() -> None:
@@ -241,7 +241,7 @@ def test_connections_that_ask_for_nothing_are_bounded_in_time_and_number() -> No
         assert received(silent) == b""
     with closing(MetricsHttpServer(0, render, patience_s=600, most_half_open=4)) as server:
         crowd = [connect(server) for _ in range(12)]
-        assert httpx.get(server.address, trust_env=False, timeout=60).text == "figures"
+        assert httpx.get(server.address, trust_env=False, timeout=300).text == "figures"
         assert [received(connection) for connection in crowd[:8]] == [b""] * 8
         for connection in crowd:
             connection.close()
@@ -301,7 +301,7 @@ def test_panels_of_the_dashboard_do_not_overlap() -> None:
 def promtool(*arguments: str, stdin: str | None = None) -> None:
     assert PROMTOOL is not None, "promtool is missing: it is in Debian's package prometheus"
     done = subprocess.run(
-        [PROMTOOL, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        [PROMTOOL, *arguments], input=stdin, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -325,7 +325,7 @@ def test_without_the_package_the_extra_is_named() -> None:
         "start_http(0, lambda: None)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode != 0
     assert "pip install 'rlplane[prometheus]'" in done.stderr

@@ -32,7 +32,7 @@ def set_up(purpose: str, directory: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={
             **os.environ,
@@ -74,7 +74,7 @@ def test_what_will_be_installed_is_said_before(purpose: str, names: list[str], t
 
 def test_an_unknown_purpose_is_refused() -> None:
     command = [str(ROOT / "scripts" / "setup.sh"), "nosuch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "demo or test" in done.stderr
 
@@ -82,5 +82,5 @@ def test_an_unknown_purpose_is_refused() -> None:
 @pytest.mark.parametrize(("target", "purpose"), [("demo", "demo"), ("lint", "test"), ("test", "test")])
 def test_a_target_sets_up_for_its_purpose(target: str, purpose: str) -> None:
     command = ["make", "-n", "--always-make", target]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     assert re.findall(r"scripts/setup\.sh (\w+)", done.stdout) == [purpose]

@@ -119,7 +119,7 @@ def test_no_websocket_passes(stage: Any) -> None:
 
 
 def silent(client: httpx.Client, said: bytes = b"") -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", client.base_url.port or 0), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", client.base_url.port or 0), timeout=300)
     connection.sendall(said)
     return connection
 
