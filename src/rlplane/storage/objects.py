@@ -134,7 +134,7 @@ def _sealed(value: Any, where: str, allow_pickle: bool, bulk: _Bulk | None = Non
         for key, item in value.items():
             if type(key) is not str or not _is_encodable(key):
                 break
-            sealed[key] = _sealed(item, where, allow_pickle, bulk)
+            sealed[key] = None if item is None else _sealed(item, where, allow_pickle, bulk)
         else:
             return sealed
     elif bulk is not None and kind is not np.ndarray and (kept := bulk(value)) is not None:

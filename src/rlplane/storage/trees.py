@@ -67,10 +67,11 @@ class Bulk:
                 f"field {self._field!r} holds a nested tensor inside a row; give a list of tensors"
             )
         name = dtype_name(self._field, value)
-        # The rows hold the values while they are encoded, so an address stands for one storage only.
-        key: Any = value.data_ptr()
-        if not key and value.nbytes:
+        address, nbytes = value.data_ptr(), value.nbytes
+        if not address and nbytes:
             _raise_without_memory(value, self._field)
+        # The rows hold the values while they are encoded, so an address stands for one storage only.
+        key: Any = address
         known = self._known.get(key)
         if known is not None:
             if known[0] is value:
@@ -81,8 +82,12 @@ class Bulk:
             known = self._known.get(key)
             if known is not None:
                 return known[1]
-        found = self._add(_TENSOR, name, tuple(value.shape), value if value.is_cpu else value.detach().cpu())
-        if value.nbytes:
+        plain = value
+        if not value.is_cpu:
+            plain = value.detach().cpu()
+            address = plain.data_ptr()
+        found = self._add(_TENSOR, name, tuple(value.shape), plain, address, nbytes)
+        if nbytes:
             self._known[key] = value, found
         return found
 
@@ -93,26 +98,35 @@ class Bulk:
             # As bytes, which torch can have for every dtype and every byte order.
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             raw = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
-            known = self._known[same] = value, self._add(_ARRAY, value.dtype.str, value.shape, raw)
+            known = self._known[same] = (
+                value,
+                self._add(_ARRAY, value.dtype.str, value.shape, raw, raw.data_ptr(), raw.nbytes),
+            )
         return known[1]
 
-    def _add(self, code: int, dtype: str, shape: tuple[int, ...], value: Tensor) -> Ext:
+    def _add(
+        self, code: int, dtype: str, shape: tuple[int, ...], value: Tensor, address: int, nbytes: int
+    ) -> Ext:
         self.used = True
-        at, nbytes = self.nbytes, value.nbytes
+        at = self.nbytes
         if nbytes:
-            self.parts.append((at, nbytes, address_of(value, self._field), value))
+            self.parts.append((at, nbytes, address if _is_plain(value) else 0, value))
             self.nbytes = -(-(at + nbytes) // ALIGN) * ALIGN
         return Ext(code, _encoder.encode((dtype, shape, at, nbytes)))
 
 
 def address_of(value: Tensor, field: str) -> int:
     """Where the bytes of a tensor of ``field`` lie one behind the other, or 0 if they do not."""
-    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+    if not _is_plain(value):
         return 0
     address = value.data_ptr()
     if not address and value.nbytes:
         _raise_without_memory(value, field)
     return address
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.is_contiguous() and not value.is_conj() and not value.is_neg()
 
 
 def _raise_without_memory(value: Tensor, field: str) -> NoReturn:
