@@ -12,6 +12,7 @@ The bench of one machine:
     loop_lag.py            how long an event loop stands still beside an asyncio client
     batches.py             the bytes that are written and read, and the check of every read
     cycles.py              put, claim, read and clear in a loop, as many clients run it at once
+    claim_orders.py        claims in each order and under each flow policy, in the control state alone
     forked_clients.py      those clients as processes of one machine
     ray_cluster.py         a Ray on this machine alone
 

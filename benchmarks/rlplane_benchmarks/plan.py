@@ -62,6 +62,7 @@ class Plan:
     client_rows: int = 8
     listed: int = 10_000
     listings: int = 30
+    ordered: int = 1_000_000
 
     def scaled(self, scale: float) -> Plan:
         """The same plan with bytes, counts and times multiplied, each kept large enough to mean something."""
@@ -89,6 +90,7 @@ class Plan:
             client_seconds=max(self.client_seconds * scale, 0.1),
             listed=scaled_count(self.listed, scale, 50),
             listings=scaled_count(self.listings, scale, 3),
+            ordered=scaled_count(self.ordered, scale, 4096),
         )
 
 
@@ -146,6 +148,7 @@ def quick_plan() -> Plan:
         lag_seconds=1.0,
         claims=40,
         listings=10,
+        ordered=100_000,
         client_rounds=3,
         client_seconds=0.4,
     )

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlplane_benchmarks.active_participant import ActiveParticipant, WorkerActor
+from rlplane_benchmarks.claim_orders import claim_costs
 from rlplane_benchmarks.cycles import CyclesDone
 from rlplane_benchmarks.measurements import Measurements
-from rlplane_benchmarks.participants import COPY, ZMQ, Participant
+from rlplane_benchmarks.participants import COPY, RLPLANE, ZMQ, Participant
 from rlplane_benchmarks.plan import Plan, Workload
 from rlplane_benchmarks.progress import Progress
 from rlplane_benchmarks.results import (
@@ -70,6 +71,7 @@ def run_bench(
         run.listing()
         run.wake()
         run.claims()
+        run.orders()
         run.clients()
         run.ping()
         progress.say("ending the participants")
@@ -278,6 +280,14 @@ class _Run:
         active.producer.call("put_tiny", partition, range(first, first + size))
         if counts:
             self.measured.add("claims", str(resident), active.name, "claim", returned - entered)
+
+    def orders(self) -> None:
+        """A claim in each order and under each flow policy, in the control state alone."""
+        plan = self._plan
+        self._progress.say(f"claims in other orders, with {plan.ordered:,} samples resident")
+        for name, seconds in claim_costs(plan.ordered, plan.claim_size, min(plan.claims, 40)):
+            op = f"claim at {plan.ordered:,} resident"
+            self.measured.add("orders", name, RLPLANE, op, *seconds)
 
     def clients(self) -> None:
         """Cycles of put, claim, read and clear per second, by clients that all use the same partition."""

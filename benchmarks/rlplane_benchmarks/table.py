@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rlplane_benchmarks.claim_orders import PLAIN
 from rlplane_benchmarks.participants import AS_TRANSFER_QUEUE, COPY, COPY_1, RLPLANE, ZMQ
 from rlplane_benchmarks.results import CLUSTER_SCHEMA, BenchResult, Machine, Ratio, Series, ratio_of
 
@@ -29,6 +30,7 @@ def format_result(result: BenchResult) -> str:
         _listing(result),
         _wake(result),
         _claims(result),
+        _orders(result),
         _clients(result),
         _control(result),
     ]
@@ -125,6 +127,13 @@ def _listing(result: BenchResult) -> str:
 
 def _claims(result: BenchResult) -> str:
     return _by_level(result, "claims", "A claim, by the number of samples that are resident", "{:,} resident")
+
+
+def _orders(result: BenchResult) -> str:
+    found = {series.workload: series for series in result.series if series.part == "orders"}
+    rows = [[name, _time(series), _quotient(series, found.get(PLAIN))] for name, series in found.items()]
+    title = "A claim by order and flow policy: CPU time of the control state alone"
+    return _grid(title, ["", found[PLAIN].op, f"÷ {PLAIN}"], rows) if rows else ""
 
 
 def _clients(result: BenchResult) -> str:
