@@ -30,7 +30,6 @@ class RowTable(Protocol):
     """What a queue needs to know of the partition's rows."""
 
     size: int
-    serial: NDArray[np.int64]
     ids: NDArray[Any]
     tags: NDArray[Any]
     groups: NDArray[Any]
@@ -168,23 +167,24 @@ class ReadyQueue(ABC):
 class RowQueue(ReadyQueue):
     """Rows one by one, kept as the chunks in which they came.
 
-    Removing a row only clears its bit; the chunk is filtered when it comes to the front. A row that
-    came back while an old entry of it is still in a chunk is there twice, and the first one counts.
+    Each entry has a number, and a row knows that of its valid one. Removing a row only forgets its number;
+    the chunk is filtered when it comes to the front. So the old entry of a row that came back does not count.
     """
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._queued = np.zeros(table.size, bool)
+        self._entry = np.full(table.size, -1, np.int64)
+        self._next_entry = 0
         self._chunks: deque[tuple[Rows, NDArray[np.int64]]] = deque()
         self._held = 0
 
     def grow(self, size: int) -> None:
-        queued = np.zeros(size, bool)
-        queued[: len(self._queued)] = self._queued
-        self._queued = queued
+        entry = np.full(size, -1, np.int64)
+        entry[: len(self._entry)] = self._entry
+        self._entry = entry
 
     def offer(self, rows: Rows) -> None:
-        rows = rows[~self._queued[rows]]
+        rows = rows[self._entry[rows] < 0]
         if len(rows):
             self._add(rows, self._chunks.append)
 
@@ -193,10 +193,10 @@ class RowQueue(ReadyQueue):
             self._add(rows, self._chunks.appendleft)
 
     def discard(self, rows: Rows) -> None:
-        gone = rows[self._queued[rows]]
+        gone = rows[self._entry[rows] >= 0]
         if len(gone):
             self._note_gone(gone)
-            self._queued[gone] = False
+            self._entry[gone] = -1
             self.ready -= len(gone)
             if self._held > 2 * self.ready + 4096:
                 self._compact()
@@ -206,24 +206,23 @@ class RowQueue(ReadyQueue):
         skipped: list[tuple[Rows, NDArray[np.int64]]] = []
         piece = 4 * count + _PIECE
         while count and self._chunks:
-            rows, serials = self._chunks.popleft()
+            rows, entries = self._chunks.popleft()
             if len(rows) > piece:
                 # A look at a piece of a large chunk, so that a claim costs the batch; slices are views.
-                self._chunks.appendleft((rows[piece:], serials[piece:]))
-                rows, serials = rows[:piece], serials[:piece]
+                self._chunks.appendleft((rows[piece:], entries[piece:]))
+                rows, entries = rows[:piece], entries[:piece]
             self._held -= len(rows)
-            valid = self._valid(rows, serials)
+            valid = self._valid(rows, entries)
             if match is None:
                 chosen = valid[:count]
                 rest = valid[count:]
             else:
                 chosen, rest = _split(valid, count, match)
             if len(rest):
-                skipped.append((rest, self._table.serial[rest]))
+                skipped.append((rest, self._entry[rest]))
                 self._held += len(rest)
             if len(chosen):
-                # At once, so that an old entry of the same row further back is not taken again.
-                self._queued[chosen] = False
+                self._entry[chosen] = -1
                 taken.append(chosen)
                 count -= len(chosen)
             piece = max(piece, min(2 * piece, _LARGEST_PIECE))
@@ -236,18 +235,15 @@ class RowQueue(ReadyQueue):
         return rows
 
     def units(self, match: Match | None) -> Iterator[list[int]]:
-        seen: set[int] = set()
         for rows in self._pieces():
             for row in (rows if match is None else rows[match(rows)]).tolist():
-                if row not in seen:
-                    seen.add(row)
-                    yield [row]
+                yield [row]
 
     def withdraw(self, rows: Rows) -> None:
-        self._note_gone(rows[self._queued[rows]])
+        self._note_gone(rows[self._entry[rows] >= 0])
 
     def readmit(self, rows: Rows) -> None:
-        self._note_added(rows[self._queued[rows]])
+        self._note_added(rows[self._entry[rows] >= 0])
 
     def candidates(self) -> tuple[Rows, int]:
         chunks = [rows for rows, _ in self._chunks]
@@ -260,45 +256,38 @@ class RowQueue(ReadyQueue):
         return int(np.count_nonzero(match(units)))
 
     def _count_matching(self, enough: int, match: Match) -> int:
-        matching: list[Rows] = []
         found = 0
         for rows in self._pieces():
-            matching.append(rows[match(rows)])
-            found += len(matching[-1])
+            found += int(np.count_nonzero(match(rows)))
             if found >= enough:
-                # A row may be in two chunks, and counts once.
-                matching = [np.unique(np.concatenate(matching))]
-                found = len(matching[0])
-                if found >= enough:
-                    return found
-        return len(np.unique(np.concatenate(matching))) if matching else 0
+                break
+        return found
 
     def _pieces(self) -> Iterator[Rows]:
         size = _PIECE
-        for rows, serials in self._chunks:
+        for rows, entries in self._chunks:
             at = 0
             while at < len(rows):
-                yield self._valid(rows[at : at + size], serials[at : at + size])
+                yield self._valid(rows[at : at + size], entries[at : at + size])
                 at += size
                 size = min(2 * size, _LARGEST_PIECE)
 
     def _add(self, rows: Rows, place: Callable[[tuple[Rows, NDArray[np.int64]]], None]) -> None:
-        self._queued[rows] = True
+        entries = np.arange(self._next_entry, self._next_entry + len(rows))
+        self._next_entry += len(rows)
+        self._entry[rows] = entries
         self.ready += len(rows)
         self._held += len(rows)
-        place((rows, self._table.serial[rows]))
+        place((rows, entries))
         self._note_added(rows)
 
-    def _valid(self, rows: Rows, serials: NDArray[np.int64]) -> Rows:
-        valid: Rows = rows[self._queued[rows] & (self._table.serial[rows] == serials)]
+    def _valid(self, rows: Rows, entries: NDArray[np.int64]) -> Rows:
+        valid: Rows = rows[self._entry[rows] == entries]
         return valid
 
     def _compact(self) -> None:
-        kept = [self._valid(rows, serials) for rows, serials in self._chunks]
-        rows = np.concatenate(kept)
-        _, first = np.unique(rows, return_index=True)
-        rows = rows[np.sort(first)]
-        self._chunks = deque([(rows, self._table.serial[rows])])
+        rows = np.concatenate([self._valid(*chunk) for chunk in self._chunks])
+        self._chunks = deque([(rows, self._entry[rows])])
         self._held = len(rows)
 
 

@@ -280,6 +280,14 @@ def test_a_member_that_was_given_back_is_handed_out_when_its_group_is_closed_wit
     assert claim(state, 3) == ["a_g1"]
 
 
+def test_what_lines_up_again_is_behind_all_others_whatever_fields_are_asked_for() -> None:
+    state = plane()
+    assert claim(state, 1, "y") == []
+    write(state, "abc", "x", "y")
+    assert claim(state, 1, "x", max_uses=2) == ["a"]
+    assert claim(state, 3, "y") == ["b", "c", "a"]
+
+
 def test_the_clock_of_a_group_starts_with_its_first_finished_member_and_again_after_a_load() -> None:
     policy = {"finished_fields": ["y"], "min_group_size": 2, "group_timeout_s": 10.0}
     state = plane(ROLES, 4, flow=policy)

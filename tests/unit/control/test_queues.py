@@ -144,7 +144,7 @@ class RowQueueMachine(_QueueMachine):
 
     @rule()
     def grow(self) -> None:
-        self.queue.grow(len(self.queue._queued) + 1)
+        self.queue.grow(len(self.queue._entry) + 1)
 
 
 class PairQueueMachine(_QueueMachine):
