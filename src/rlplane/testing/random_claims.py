@@ -35,13 +35,7 @@ class DataPlaneMachine(RandomOperations):
     @rule(options=claim_options, data=st.data())
     def claim_what_is_ready(self, options: dict[str, Any], data: st.DataObject) -> None:
         """A claim that does not wait."""
-        flow, claim, how = self._draw_claim(options, data)
-        fitting = self.models[flow].fit(claim)
-        part = self.parts[flow]
-        if fitting is None:
-            refuses(ValueError, f"{claim}", part.claim_ready, claim.size, **how)
-            return
-        self._claimed(flow, claim, part.claim_ready(claim.size, **how), fitting[0])
+        self._claim_ready(*self._draw_claim(options, data))
 
     @rule(options=claim_options, data=st.data())
     def claim_a_batch_or_the_tail(self, options: dict[str, Any], data: st.DataObject) -> None:
@@ -137,30 +131,27 @@ class DataPlaneMachine(RandomOperations):
     # Giving back
 
     @precondition(lambda self: self.claims)
-    @rule(data=st.data())
-    def give_a_claim_back(self, data: st.DataObject) -> None:
+    @rule(finished=st.integers(0, 2), data=st.data())
+    def give_a_claim_back(self, finished: int, data: st.DataObject) -> None:
         """What is not finished of a claim can be claimed again, before all else."""
         flow, meta = data.draw(st.sampled_from(self.claims), "claim")
-        model, task = self.models[flow], str(meta.task_name)
+        model, task, client = self.models[flow], str(meta.task_name), self.parts[flow].client
         if task not in model.tasks:
             return
+        if finished and self.has("finish_claims"):
+            done = meta.subset(range(min(finished, meta.size)))
+            client.finish_claims(done)
+            for sample_id in model.held(task, done.sample_ids):
+                model.samples[sample_id].cursor(task).is_held = False
         try:
-            self.parts[flow].client.unclaim(meta)
+            client.unclaim(meta)
         except NotImplementedError:
             return  # an optional method
         model.give_back(task, model.held(task, meta.sample_ids))
         model.evict_stale()
-
-    @precondition(lambda self: self.claims and self.has("finish_claims"))
-    @rule(data=st.data())
-    def finish_a_claim(self, data: st.DataObject) -> None:
-        """Afterwards it cannot be given back."""
-        flow, meta = data.draw(st.sampled_from(self.claims), "claim")
-        model, task = self.models[flow], str(meta.task_name)
-        if task in model.tasks:
-            self.parts[flow].client.finish_claims(meta)
-            for sample_id in model.held(task, meta.sample_ids):
-                model.samples[sample_id].cursor(task).is_held = False
+        if data.draw(st.booleans(), "claim again"):
+            again = ModelClaim(task, meta.fields or [], 8)
+            self._claim_ready(flow, again, {"task": task, "required": again.required})
 
     # Flow control
 
@@ -208,7 +199,9 @@ class DataPlaneMachine(RandomOperations):
         members = close(part.name, group, reason=reason, fields=fields)
         equal("the members of a closed group", members, model.close_group(group, reason, fields))
 
-    @precondition(lambda self: self.has("finish_partition"))
+    @precondition(
+        lambda self: self.has("finish_partition") and not all(m.is_finished for m in self.models.values())
+    )
     @rule(flow=flows)
     def finish_the_flow(self, flow: str) -> None:
         """Nothing new is to come: whoever waits gets the tail, and then nothing."""
@@ -221,14 +214,11 @@ class DataPlaneMachine(RandomOperations):
         self, options: dict[str, Any], data: st.DataObject
     ) -> tuple[str, ModelClaim, dict[str, Any]]:
         """Mostly a claim that finds something: at random, hardly any would."""
-        promising = [
-            (flow, task, required)
-            for flow, model in self.models.items()
-            for task in model.tasks
-            for required in REQUIRED
-            if model.units(ModelClaim(task, required, 1))
-        ]
-        if promising and data.draw(st.integers(0, 3), "something is ready unless 3") < 3:
+        promising = self._promising()
+        if not promising:
+            self._write_something(data.draw(flows, "flow"), data)
+            promising = self._promising()
+        if promising and data.draw(st.integers(0, 9), "anything if 9") < 9:
             flow, task, required = data.draw(st.sampled_from(promising), "claim")
         else:
             flow = data.draw(flows, "flow")
@@ -245,6 +235,30 @@ class DataPlaneMachine(RandomOperations):
             ModelClaim(task, required, size, **options),
             {"task": task, "required": required, **options},
         )
+
+    def _claim_ready(self, flow: str, claim: ModelClaim, how: dict[str, Any]) -> None:
+        fitting = self.models[flow].fit(claim)
+        part = self.parts[flow]
+        if fitting is None:
+            refuses(ValueError, f"{claim}", part.claim_ready, claim.size, **how)
+            return
+        self._claimed(flow, claim, part.claim_ready(claim.size, **how), fitting[0])
+
+    def _promising(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Claims that would get something."""
+        return [
+            (flow, task, required)
+            for flow, model in self.models.items()
+            for task in model.tasks
+            for required in REQUIRED
+            if (model.fit(ModelClaim(task, required, 8)) or ([], False))[0]
+        ]
+
+    def _write_something(self, flow: str, data: st.DataObject) -> None:
+        """New samples, in place of all others if there is no name for more."""
+        if all(i in self.models[flow].samples for i in self._writable(flow, self.ids[flow])):
+            self._clear_everything(flow)
+        self._write_new(flow, 4, ["scalar", "tokens"], data)
 
     def _claimed(self, flow: str, claim: ModelClaim, meta: KVBatchMeta, wanted: Sequence[Unit]) -> None:
         model = self.models[flow]

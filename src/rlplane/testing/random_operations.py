@@ -33,6 +33,7 @@ from rlplane.testing.random_values import (
     REQUIRED,
     TASKS,
     Row,
+    ages,
     batch,
     column,
     conditions,
@@ -43,7 +44,6 @@ from rlplane.testing.random_values import (
     policies,
     tag_dicts,
     task_lists,
-    versions,
     written_fields,
 )
 
@@ -86,7 +86,7 @@ class RandomOperations(RuleBasedStateMachine):
         finally:
             self.plane.close()
 
-    @initialize(announced=st.integers(0, 6), first=st.integers(0, 6), data=st.data())
+    @initialize(announced=st.integers(0, 9), first=st.integers(0, 7), data=st.data())
     def register(self, announced: int, first: int, data: st.DataObject) -> None:
         """Both partitions, with their first two tasks and something to begin with."""
         if self.has("short_groups") and self.has("groups"):
@@ -103,7 +103,7 @@ class RandomOperations(RuleBasedStateMachine):
             self._ask_for_everything(flow, TASKS[:2])
             self._write(flow, self.ids[flow][:first], ["scalar"], True, data)
 
-    @rule(flow=flows, announced=st.integers(0, 4), tasks=task_lists)
+    @rule(flow=flows, announced=st.integers(0, 6), tasks=task_lists)
     def register_again(self, flow: str, announced: int, tasks: list[str]) -> None:
         """Another number of samples, other tasks."""
         part, model = self.parts[flow], self.models[flow]
@@ -134,6 +134,16 @@ class RandomOperations(RuleBasedStateMachine):
         ids = self._draw_ids(flow, data)
         self._write(flow, ids, names, with_tags or not names, data)
 
+    @rule(
+        flow=flows,
+        count=st.integers(1, 4),
+        names=st.sampled_from([["scalar"], ["scalar", "tokens"]]),
+        data=st.data(),
+    )
+    def put_new_samples(self, flow: str, count: int, names: list[str], data: st.DataObject) -> None:
+        """What a job does most: write samples that were not there."""
+        self._write_new(flow, count, names, data)
+
     @rule(flow=flows, with_tags=st.booleans(), data=st.data())
     def put_the_rest(self, flow: str, with_tags: bool, data: st.DataObject) -> None:
         """Write exactly what is still expected, so that there is a tail."""
@@ -143,28 +153,28 @@ class RandomOperations(RuleBasedStateMachine):
         self._write(flow, ids, ["scalar"], with_tags, data)
 
     @rule(
-        flow=flows, fault=st.sampled_from(["an id twice", "a row too many", "a tag too many"]), data=st.data()
+        flow=flows,
+        fault=st.sampled_from(["an id twice", "a row too many", "a tag too many", "must_exist"]),
+        data=st.data(),
     )
-    def put_what_is_refused(self, flow: str, fault: str, data: st.DataObject) -> None:
-        """A bad write; that it wrote nothing shows in everything that follows."""
+    def put_what_may_be_refused(self, flow: str, fault: str, data: st.DataObject) -> None:
+        """A bad write, or one that comes late; that it wrote nothing shows in everything that follows."""
         ids = data.draw(self._some_ids(flow), "ids")
+        put, columns = self.parts[flow].put, TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
+        if fault == "must_exist":
+            if not self.has("must_exist"):
+                return
+            if all(i in self.models[flow].samples for i in ids):
+                self._write(flow, ids, ["scalar"], True, data, must_exist=True)
+            else:
+                refuses(KeyError, "a late write", put, ids, columns, must_exist=True)
+            return
         if fault == "an id twice":
             ids = [*ids, ids[0]]
         rows = len(ids) + (fault == "a row too many")
         columns = TensorDict({"scalar": torch.full((rows,), -1)}, [rows])
         tags: list[dict[str, Any]] = [{"v": 99} for _ in range(len(ids) + (fault == "a tag too many"))]
-        refuses(ValueError, f"a write with {fault}", self.parts[flow].put, ids, columns, tags)
-
-    @precondition(lambda self: self.has("must_exist"))
-    @rule(flow=flows, data=st.data())
-    def put_what_must_exist(self, flow: str, data: st.DataObject) -> None:
-        """A write that may come late."""
-        ids = data.draw(self._some_ids(flow), "ids")
-        if all(i in self.models[flow].samples for i in ids):
-            self._write(flow, ids, ["scalar"], True, data, must_exist=True)
-            return
-        columns = TensorDict({"scalar": torch.full((len(ids),), -1)}, [len(ids)])
-        refuses(KeyError, "a late write", self.parts[flow].put, ids, columns, must_exist=True)
+        refuses(ValueError, f"a write with {fault}", put, ids, columns, tags)
 
     @precondition(lambda self: self.has("append_samples"))
     @rule(
@@ -232,21 +242,19 @@ class RandomOperations(RuleBasedStateMachine):
 
     @rule(flow=flows, names=field_names, data=st.data())
     def get_samples(self, flow: str, names: list[str], data: st.DataObject) -> None:
-        """A read in any order, with repeats, perhaps of what is not there."""
+        """A read in any order, with repeats, perhaps of what is not there, or by an old receipt."""
+        by_receipt = data.draw(st.booleans(), "by a receipt")
+        if by_receipt and self.receipts:
+            flow, meta = data.draw(st.sampled_from(self.receipts), "receipt")
+            if meta.fields:
+                self._read(flow, meta.sample_ids, meta.fields, meta)
+            return
         live = [i for i, s in self.models[flow].samples.items() if all(name in s.rows for name in names)]
         anything = st.sampled_from(self.ids[flow])
         ids = data.draw(st.lists(st.sampled_from(live) if live else anything, max_size=8), "ids")
         if data.draw(st.integers(0, 9), "one more, perhaps missing") == 0:
             ids.append(data.draw(anything, "the one more"))
         self._read(flow, ids, names)
-
-    @precondition(lambda self: self.receipts)
-    @rule(data=st.data())
-    def get_data(self, data: st.DataObject) -> None:
-        """A read by an old receipt, which may be out of date."""
-        flow, meta = data.draw(st.sampled_from(self.receipts), "receipt")
-        if meta.fields:
-            self._read(flow, meta.sample_ids, meta.fields, meta)
 
     @rule(flow=flows, data=st.data())
     def look_at_the_status(self, flow: str, data: st.DataObject) -> None:
@@ -269,21 +277,21 @@ class RandomOperations(RuleBasedStateMachine):
 
     # Clearing
 
-    @precondition(lambda self: self.receipts)
+    @precondition(lambda self: self.claims)
     @rule(data=st.data())
     def clear_a_batch(self, data: st.DataObject) -> None:
-        """Drop what was written or claimed together, as the last stage does."""
-        index = data.draw(st.integers(0, len(self.receipts) - 1), "receipt")
-        flow, meta = self.receipts.pop(index)
+        """Drop what was claimed together, as the last stage does."""
+        index = data.draw(st.integers(0, len(self.claims) - 1), "claim")
+        flow, meta = self.claims.pop(index)
         self._clear(flow, meta.sample_ids)
 
     @rule(flow=flows, data=st.data())
     def clear(self, flow: str, data: st.DataObject) -> None:
-        """Drop some samples, perhaps some that are not there; now and then, everything."""
-        if data.draw(st.integers(0, 4), "everything if 4") == 4:
+        """Drop a few samples, perhaps some that are not there; now and then, everything."""
+        if data.draw(st.integers(0, 9), "everything if 9") == 9:
             self._clear_everything(flow)
         else:
-            self._clear(flow, data.draw(self._some_ids(flow), "ids"))
+            self._clear(flow, data.draw(self._some_ids(flow), "ids")[:2])
 
     def _clear_everything(self, flow: str) -> None:
         # This client wrote all there is, so None drops it, or warns that there is nothing.
@@ -320,11 +328,16 @@ class RandomOperations(RuleBasedStateMachine):
         )
         for sample_id, tag in zip(ids, tags, strict=True):
             if self.models[flow].flow.policy is not None:
-                version = data.draw(versions, "version")
-                tag |= {} if version is None else {"weight_version": version}
+                age = data.draw(ages, "age")
+                if age is not None:
+                    tag["weight_version"] = max(self.models[flow].flow.version - age, 0)
             if self._declares_its_size(sample_id):
                 tag["group_size"] = self.own_size
         return tags
+
+    def _write_new(self, flow: str, count: int, names: list[str], data: st.DataObject) -> None:
+        unused = [i for i in self._writable(flow, self.ids[flow]) if i not in self.models[flow].samples]
+        self._write(flow, unused[:count], names, True, data)
 
     def _declares_its_size(self, sample_id: str) -> bool:
         return self.own_size is not None and sample_id.startswith(f"{GROUPS[-1]}_")

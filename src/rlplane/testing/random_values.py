@@ -44,7 +44,7 @@ tag_dicts = st.fixed_dictionaries(
         "input_lengths": st.integers(0, 9),
     },
 )
-versions = st.one_of(st.none(), st.integers(0, 4))
+ages = st.sampled_from([0, 1, 2, None])
 some_conditions = st.fixed_dictionaries(
     {},
     optional={
@@ -61,8 +61,14 @@ some_conditions = st.fixed_dictionaries(
 )
 no_condition: st.SearchStrategy[dict[str, Any]] = st.just({})
 conditions = st.one_of(no_condition, no_condition, some_conditions)
+plain_claims: st.SearchStrategy[dict[str, Any]] = st.just({})
 claim_options = st.one_of(
-    st.fixed_dictionaries({"where": conditions}),
+    plain_claims,
+    st.fixed_dictionaries({"where": some_conditions}),
+    st.fixed_dictionaries({"order": st.sampled_from(ORDERS)}),
+    st.fixed_dictionaries({"max_tokens": st.integers(5, 25)}),
+    st.fixed_dictionaries({"max_uses": st.integers(2, 3)}),
+    st.fixed_dictionaries({"max_uses": st.integers(2, 3), "repeat_where": some_conditions}),
     st.fixed_dictionaries(
         {},
         optional={
@@ -70,7 +76,6 @@ claim_options = st.one_of(
             "order": st.sampled_from(ORDERS),
             "max_tokens": st.integers(1, 20),
             "max_uses": st.integers(2, 3),
-            "repeat_where": some_conditions,
         },
     ),
 )
