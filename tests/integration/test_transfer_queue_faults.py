@@ -128,7 +128,8 @@ def test_puts_whose_storage_unit_dies_under_them_succeed(start_plane, backend):
     def produce():
         while len(written) < 60:
             number = len(written)
-            fields = TensorDict({"x": torch.full((1, CHUNK_BYTES), number)}, batch_size=[1])
+            x = torch.full((1, 2 * CHUNK_BYTES), number, dtype=torch.uint8)
+            fields = TensorDict({"x": x}, batch_size=[1])
             client.put_samples([f"s{number}"], "p", fields, timeout_s=240)
             written.append(f"s{number}")
             time.sleep(0.05)
@@ -148,6 +149,13 @@ def test_puts_whose_storage_unit_dies_under_them_succeed(start_plane, backend):
         left = client.list_sample_ids("p")
         assert client.get_samples(left, "p", ["x"])["x"][:, 0].tolist() == [int(i[1:]) for i in left]
         assert sorted([*left, *client.evicted_meta("p").sample_ids]) == sorted(written)
+        # A service that is started again still knows which unit is dead.
+        os.kill(client.service_status()["pid"], signal.SIGKILL)
+        x = torch.full((1, 4 * CHUNK_BYTES), 7, dtype=torch.uint8)
+        after = TensorDict({"x": x}, batch_size=[1])
+        client.put_samples(["after"], "p", after, timeout_s=240)
+        assert client.service_status()["dead_units"] == [0]
+        assert client.get_samples(["after", left[-1]], "p", ["x"])["x"].is_nested
 
 
 @pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
