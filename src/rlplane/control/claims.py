@@ -298,7 +298,7 @@ class Claims:
         flow, batch = self._flow, policy.batch
 
         def of_step(rows: Rows) -> NDArray[np.bool_]:
-            chosen: NDArray[np.bool_] = flow.tickets[rows] // batch == step
+            chosen = flow.are_of_step(rows, step, batch)
             if matches is not None:
                 chosen[chosen] = matches(rows[chosen])
             return chosen

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplane.control.fields import Rows, grown
 
@@ -177,10 +178,17 @@ class FlowState:
         last = max(min((step + 1) * batch, self._next_ticket) - self._oldest, 0)
         rows = self._rows[first:last]
         one_of_each: Rows = self._row[first:last][rows > 0]
-        if int(rows.sum()) == len(one_of_each) and (self.tickets[one_of_each] // batch == step).all():
+        if int(rows.sum()) == len(one_of_each) and self.are_of_step(one_of_each, step, batch).all():
             return one_of_each
         # Of a group there are several, or the one that was known has gone.
-        return np.flatnonzero(self.tickets // batch == step)
+        every = np.arange(len(self.tickets))
+        return every[self.are_of_step(every, step, batch)]
+
+    def are_of_step(self, rows: Rows, step: int, batch: int) -> NDArray[np.bool_]:
+        """For each row, whether it has a ticket of a step."""
+        tickets = self.tickets[rows]
+        found: NDArray[np.bool_] = (tickets >= step * batch) & (tickets < (step + 1) * batch)
+        return found
 
     def is_issued(self, step: int, batch: int) -> bool:
         """Whether every ticket of a step is with a prompt."""

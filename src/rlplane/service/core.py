@@ -52,6 +52,7 @@ _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
 # Of a frozen state: what takes some ten milliseconds to write, to send and to read.
 _PIECE_BYTES = 2**22
+_MANY_COPIED = 100_000
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -770,7 +771,9 @@ class ControlService:
         lease, places, located = self._lease(held, list(self.state.blocks()))
         held.grant(request, lease)
         self._frozen[lease] = StateDump(self.state).pieces()
-        state, is_last = self._next_piece(held, lease)
+        # To copy many samples takes long enough.
+        is_large = self.state.live > _MANY_COPIED
+        state, is_last = (b"", False) if is_large else self._next_piece(held, lease)
         return wire.Frozen(lease, state, places, located, is_whole=is_last)
 
     def _next_piece(self, held: _Client, lease: int) -> tuple[bytes, bool]:
