@@ -113,7 +113,12 @@ class _PartitionDump:
         self._serials, self._born = table.serial.copy(), table.born.copy()
         self._fields = [_FieldDump(name, column) for name, column in table.columns.items()]
         self._tasks = [_TaskDump(name, task) for name, task in partition.tasks.items()]
-        self._flow, self._tickets, self._begun = flow.saved(NO_ROWS), flow.tickets.copy(), flow.begun.copy()
+        self._flow = flow.saved(NO_ROWS)
+        self._by_row = (
+            {"tickets": (flow.tickets.copy(), NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
+            if flow.is_used
+            else {}
+        )
         # What is small is here already.
         self._saved = _SavedPartition(
             table.spec,
@@ -147,10 +152,7 @@ class _PartitionDump:
                 ),
                 "flow": _pieces_of_struct(
                     self._flow,
-                    {
-                        "tickets": _pieces_of_map(self._tickets, rows, NO_TICKET),
-                        "begun": _pieces_of_map(self._begun, rows, NEVER),
-                    },
+                    {name: _pieces_of_map(column, rows, no) for name, (column, no) in self._by_row.items()},
                 ),
             },
         )
