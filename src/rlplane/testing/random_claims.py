@@ -63,9 +63,11 @@ class DataPlaneMachine(RandomOperations):
         """A claim in an order that the model does not know: any samples that are ready will do."""
         flow, claim, how = self._draw_claim({}, data)
         model = self.models[flow]
-        units = model.units(claim)
-        if model.flow.gate(claim.task) is not None or any(len(unit) > len(units[0]) for unit in units):
+        if model.flow.gate(claim.task) is not None or model.group_sizes:
             return  # how many it may have depends on which come first
+        # Always on the same field, so that it stays among what a plane remembers of what it was asked for.
+        claim.required = how["required"] = ("scalar",)
+        units = model.units(claim)
         meta = self.parts[flow].claim_ready(claim.size, order="random:7", **how)
         taken = [unit for unit in units if unit[0] in meta.sample_ids]
         taken.sort(key=lambda unit: meta.sample_ids.index(unit[0]))
