@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<II")  # length of the records, their checksum
 # Reading a journal of this size takes a fraction of a second, and longer than reading a dump of this size.
-_COMPACT_BYTES = 4 * 2**20
+_COMPACT_BYTES = 2**20
 
 
 class _Record(msgspec.Struct, array_like=True, tag=True):
