@@ -17,7 +17,7 @@ from rlplane_benchmarks.targets import TARGETS
 from rlplane_benchmarks.worker_process import WorkerError, WorkerProcess
 
 PLANE_STORE = "rlplane_benchmarks.participants.rlplane_client:PlaneStore"
-PARTS = {"ping", "data", "images", "loop", "wake", "claims", "clients"}
+PARTS = {"ping", "data", "images", "loop", "wake", "claims", "orders", "clients"}
 DATA_OPS = {
     "put",
     "get",

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 import rlplane
 from rlplane.metrics.discovery import RunInfo, list_runs
@@ -61,7 +63,7 @@ def test_the_bootstrap_client_starts_an_aggregator_that_workers_find_and_ends_it
             start_worker("child", inherits=True),
             start_worker("stranger", address, inherits=False),
         ]
-        assert [worker.wait(60) for worker in workers] == [0, 0]
+        assert [worker.wait(300) for worker in workers] == [0, 0]
         with MetricsSnapshotSubscriber(run.snapshot_address) as subscriber:
             live = subscriber.wait_for_snapshot(timeout=20.0)
         assert live is not None and live.run_id == run.run_id
@@ -119,3 +121,18 @@ def test_a_job_goes_on_when_no_aggregator_can_be_started(
         client.register_partition("p", ["x"], 8, ["train"])
         assert client.list_sample_ids("p") == []
     assert "no aggregator could start" in caplog.text
+
+
+def test_what_the_plane_evicts_does_not_count_as_never_cleared(tmp_path: Path) -> None:
+    with rlplane.build_data_plane_client(rlplane.load_config("local", ENABLED)) as client:
+        flow = rlplane.FlowPolicy.windowed(0)
+        client.register_partition("p", ["x"], 8, ["train"], flow=flow)
+        ids = ["a", "b", "c"]
+        versions = [{"weight_version": version} for version in (0, 0, 1)]
+        client.put_samples(ids, "p", TensorDict({"x": torch.zeros(3)}, [3]), versions)
+        client.advance_version("p", 1)
+        assert client.list_sample_ids("p") == ["c"]
+    (directory,) = (tmp_path / "runs").iterdir()
+    final = read_run(directory)
+    assert final.n_never_cleared == 1
+    assert [part.never_cleared for part in final.partitions] == [1]

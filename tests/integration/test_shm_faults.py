@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import select
@@ -527,15 +528,17 @@ class SlowCopies:
 
     def __init__(self, monkeypatch):
         self.begun, self.go, self.done = threading.Event(), threading.Event(), False
-        self._copy_all = copying.copy_all
-        for module in (layout, shm_client):
-            monkeypatch.setattr(module, "copy_all", self.copy_all)
+        monkeypatch.setattr(layout, "copy_all", self._slow(copying.copy_all))
+        monkeypatch.setattr(shm_client, "memmove", self._slow(ctypes.memmove))
 
-    def copy_all(self, copies):
-        self.begun.set()
-        assert self.go.wait(20)
-        self._copy_all(copies)
-        self.done = True
+    def _slow(self, copy):
+        def copy_when_told(*args):
+            self.begun.set()
+            assert self.go.wait(120)
+            copy(*args)
+            self.done = True
+
+        return copy_when_told
 
 
 def after_reserving(monkeypatch, what):
@@ -569,7 +572,7 @@ def test_closing_a_client_waits_until_another_thread_has_copied(plane, monkeypat
 
     using = threading.Thread(target=use)
     using.start()
-    assert copies.begun.wait(20)
+    assert copies.begun.wait(120)
     closing = threading.Thread(target=other.close)
     closing.start()
     time.sleep(0.3)

@@ -79,6 +79,18 @@ def test_swapped_arguments_are_named(client: DataPlaneClient) -> None:
         client.put_samples("p", ["a"])  # type: ignore[arg-type]
 
 
+def test_columns_in_the_place_of_the_partition_are_named(client: DataPlaneClient) -> None:
+    columns = TensorDict({"x": torch.zeros(1)}, [1])
+    with pytest.raises(ValueError, match=r"partition_id must be a string, not a TensorDict"):
+        client.put_samples(["a"], columns, "p")
+
+
+def test_a_field_that_nobody_has_written_is_named_by_the_timeout(client: DataPlaneClient) -> None:
+    client.put_samples(["a"], "p", None, [{}])
+    with pytest.raises(TimeoutError, match=r"; no live sample has \['x'\] yet$"):
+        client.claim_meta("p", "train", ["x"], 1, timeout_s=0.0)
+
+
 def test_a_tensor_without_values_is_refused_by_name(client: DataPlaneClient) -> None:
     with pytest.raises(ValueError, match=r"field 'x' is on the device 'meta'"):
         client.put_samples(["a"], "p", TensorDict({"x": torch.zeros(1, 3, device="meta")}, [1]))

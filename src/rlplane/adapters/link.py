@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rlplane.adapters.steps import Call, ask
 from rlplane.control.rules import PartitionSpec
-from rlplane.errors import ClientClosedError
+from rlplane.errors import ClientClosedError, InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.connection import Connection
 from rlplane.storage.places import Place, StorageClient
@@ -37,6 +37,8 @@ class Link:
 
     def describe(self, partition_id: str) -> Call[tuple[int, PartitionSpec]]:
         """The partition's version and schema, as this client last saw them."""
+        if not isinstance(partition_id, str):
+            raise InvalidRequestError(f"partition_id must be a string, not a {type(partition_id).__name__}")
         known = self.specs.get(partition_id)
         if known is None:
             answer = yield from ask(wire.Describe(partition_id), wire.Described)

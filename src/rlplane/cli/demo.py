@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -185,7 +187,9 @@ def _new_directory(out: Path) -> Path:
 
 
 def _tell_how_to_watch(job: Job) -> None:
-    note("watch it from another terminal: rlplane top, or rlplane dash for a page. Ctrl-C ends it in order.")
+    # `make demo` runs it from .venv, which is not on the PATH of the other terminal.
+    name = "rlplane" if shutil.which("rlplane") else sys.argv[0]
+    note(f"watch it from another terminal: {name} top, or {name} dash for a page. Ctrl-C ends it in order.")
 
 
 @contextlib.contextmanager

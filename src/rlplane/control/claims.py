@@ -348,7 +348,12 @@ class Claims:
         if claim.where:
             text += f" that match where={claim.where!r}, of {queue.ready} without it"
         text += f" ({len(table.rows)} live, {task.count} claimed already)"
-        if claim.where and not ready:
+        unwritten = [
+            name for name in claim.fields if not (field := table.columns.get(name)) or not field.produced
+        ]
+        if unwritten and table.rows:
+            text += f"; no live sample has {unwritten} yet"
+        elif claim.where and not ready:
             some = table.live_rows(None)[:_MOST_COUNTED]
             reason = why_nothing_matches(claim.where, table.tags[some].tolist())
             text += f"; {reason}" if reason else ""

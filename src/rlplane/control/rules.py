@@ -132,7 +132,7 @@ def check_ids(sample_ids: Sequence[str], *, distinct: bool = True) -> list[str]:
     if isinstance(sample_ids, str) or not isinstance(sample_ids, Sequence):
         hint = ""
         if isinstance(sample_ids, str):
-            hint = "; the ids come first and the partition second: put_samples(sample_ids, partition_id, ...)"
+            hint = "; the ids come first and the partition second: (sample_ids, partition_id, ...)"
         raise InvalidRequestError(f"sample_ids must be a list of strings, not {sample_ids!r:.80}{hint}")
     ids = list(sample_ids)
     if set(map(type, ids)) - {str} or "" in ids:

@@ -121,6 +121,7 @@ def figures_of(recent: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ("staleness", f"{mean(recent, 'staleness'):.1f}"),
         ("held", format_bytes(recent[-1]["bytes_held"])),
         ("data plane", f"{sum(step['plane_seconds'] for step in recent) / seconds:.1%}"),
+        ("waiting", f"{sum(step['waiting_seconds'] for step in recent) / seconds:.0%}"),
     ]
 
 

@@ -48,7 +48,7 @@ EXEMPLARS = {
 RUN_NAME, PLANE_NAME, CHECKPOINTS_NAME = "run.json", "plane", "checkpoints"
 ENGINE_LOG_NAME = "engine.log"
 _REMAINING = "left over at the end"
-_STOP_S = 30.0
+_STOP_S = 120.0
 
 
 class DemoError(Exception):

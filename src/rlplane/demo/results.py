@@ -132,7 +132,7 @@ def _balance_story(balance: dict[str, Any] | None) -> Iterator[str]:
         parts.append(f"{balance['kept']} kept in the checkpoint")
     yield f"samples: {balance['written']} written = {' + '.join(parts)}"
     if balance["balanced"]:
-        yield "check: nothing was lost, and nothing was left"
+        yield "check: nothing was lost, and the plane is empty"
     else:
         lost, unknown = balance["lost"], balance["unknown"]
         yield (

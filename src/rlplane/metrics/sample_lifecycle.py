@@ -264,7 +264,7 @@ class SampleLifecycle:
             claimed=sum(task.claimed.value for task in partition.tasks.values()),
             cleared=partition.cleared.value,
             failed=partition.failed.value,
-            never_cleared=partition.in_flight if final else 0,
+            never_cleared=_never_cleared(partition) if final else 0,
             tasks=_task_stats(partition),
             tracked=partition.tracked,
             flow=None if status is None else status.flow,
@@ -329,6 +329,11 @@ def _waits(step: LifecycleStep) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     )
     waits[(waits < 0) & (waits > -_OVERLAP_NS)] = 0
     return waits
+
+
+def _never_cleared(partition: _Partition) -> int:
+    """What the plane evicted was not cleared by anybody, and is not held any more."""
+    return partition.in_flight if partition.status is None else min(partition.in_flight, partition.samples)
 
 
 def _task_stats(partition: _Partition) -> list[TaskStat]:

@@ -477,6 +477,13 @@ class MetricsSnapshot(msgspec.Struct, omit_defaults=True, kw_only=True):
     steps: list[StepStat] = []
     step_totals: StepTotals = msgspec.field(default_factory=StepTotals)
 
+    @property
+    def n_never_cleared(self) -> int:
+        """Of those in flight, what is left at the end: without what the plane evicted."""
+        if not self.state.is_final:
+            return self.n_in_flight
+        return sum(part.never_cleared for part in self.partitions)
+
     def counters(self, name: str, **labels: str) -> Iterator[CounterStat]:
         """The counters of that name whose labels include ``labels``."""
         for stat in self.metrics:

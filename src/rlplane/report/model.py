@@ -118,7 +118,7 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
             started_ns=snapshot.started_ns,
             elapsed_s=snapshot.elapsed_s,
             n_pending_tasks=snapshot.n_pending_tasks,
-            n_never_cleared=snapshot.n_in_flight,
+            n_never_cleared=snapshot.n_never_cleared,
             totals=_totals(snapshot),
             gauges={stat.name: stat.value for stat in gauges},
             peaks={stat.name: stat.peak for stat in gauges if stat.peak is not None},

@@ -89,7 +89,10 @@ def encode_columns(
             the layout.
     """
     if type(fields) is not TensorDict and not is_tensor_collection(fields):
-        raise InvalidRequestError(f"fields must be a TensorDict, not {type(fields).__name__}")
+        raise InvalidRequestError(
+            f"fields must be a TensorDict, not {type(fields).__name__}; "
+            f"TensorDict(columns, [{count}]) makes one"
+        )
     if len(fields.batch_size) == 0 and not list(fields.keys()):
         return []
     columns = []

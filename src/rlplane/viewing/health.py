@@ -36,8 +36,8 @@ def findings(snapshot: MetricsSnapshot) -> list[Finding]:
         found.append(Finding("error", "the run was interrupted"))
     if snapshot.state is SessionState.COMPLETE and snapshot.n_pending_tasks:
         found.append(Finding("warning", f"the drain timed out with {snapshot.n_pending_tasks} pending"))
-    if snapshot.state.is_final and snapshot.n_in_flight:
-        left = _number(snapshot.n_in_flight, "sample")
+    if snapshot.state.is_final and snapshot.n_never_cleared:
+        left = _number(snapshot.n_never_cleared, "sample")
         found.append(Finding("warning", f"never cleared: {left}"))
     return sorted(found, key=lambda finding: -_WORST[finding.level])
 

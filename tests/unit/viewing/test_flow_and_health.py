@@ -144,7 +144,7 @@ def test_silent_workers_lost_events_and_an_interrupted_end_are_found() -> None:
     snapshot.metrics.append(CounterStat("events_dropped", 7))
     texts = [finding.text for finding in findings(snapshot)]
     assert texts == ["no sign of 1 worker: w1", "events dropped by workers: 7"]
-    snapshot.state, snapshot.n_in_flight = SessionState.INTERRUPTED, 4
+    snapshot.state, snapshot.partitions = SessionState.INTERRUPTED, [PartitionStat("p", never_cleared=4)]
     texts = [finding.text for finding in findings(snapshot)]
     assert texts[0] == "the run was interrupted"
     assert "never cleared: 4 samples" in texts
