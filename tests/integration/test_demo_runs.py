@@ -149,7 +149,7 @@ def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
     demo = start("--steps", "8")
-    demo.wait_for("rlplane top")
+    demo.wait_for("watch it from another terminal")
     demo.ctrl_c()
     code, summary = demo.finish()
     assert code == 130, demo.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -187,9 +188,16 @@ def _new_directory(out: Path) -> Path:
 
 
 def _tell_how_to_watch(job: Job) -> None:
-    # `make demo` runs it from .venv, which is not on the PATH of the other terminal.
-    name = "rlplane" if shutil.which("rlplane") else sys.argv[0]
+    name = _command_of_another_terminal()
     note(f"watch it from another terminal: {name} top, or {name} dash for a page. Ctrl-C ends it in order.")
+
+
+def _command_of_another_terminal() -> str:
+    """`make demo` runs it from .venv, which is not on the PATH of another terminal."""
+    if shutil.which("rlplane"):
+        return "rlplane"
+    beside_python = Path(sys.executable).with_name("rlplane")
+    return os.path.relpath(beside_python) if beside_python.exists() else f"{sys.executable} -m rlplane.cli"
 
 
 @contextlib.contextmanager
