@@ -188,12 +188,36 @@ def test_micro_batches_are_counted_anew_in_each_step() -> None:
     assert meta.extra_info["elem_counts_per_gb"] == [3, 2]
 
 
-@pytest.mark.parametrize("order", [None, "packer", "largest_first"])
-def test_the_largest_micro_batches_come_first(order: str | None) -> None:
-    """The argument is NeMo-RL's; its packer's order is another one, ours is this one."""
+@pytest.mark.parametrize(
+    ("order", "expected"), [(None, [8, 10]), ("packer", [8, 10]), ("largest_first", [10, 8])]
+)
+def test_micro_batches_come_in_the_order_that_is_asked_for(order: str | None, expected: list[int]) -> None:
+    """NeMo-RL's ``shard_by_batch_size``: the packer's order, unless the largest are to come first."""
     arguments = {"max_tokens_per_microbatch": 10, "microbatch_order": order}
-    (meta,), _ = shard_meta_for_dp(make([3, 9, 8, 4]), dp_world=1, sequence_packing_args=arguments)
-    assert meta.extra_info["micro_batch_lengths"] == [[9, 8, 7]]
+    (meta,), _ = shard_meta_for_dp(make([5, 8, 5]), dp_world=1, sequence_packing_args=arguments)
+    assert meta.extra_info["micro_batch_lengths"] == [expected]
+
+
+@given(lengths_, worlds, steps)
+@settings(deadline=None)
+def test_the_order_of_micro_batches_changes_nothing_else(
+    lengths: list[int], dp_world: int, batch_size: int | None
+) -> None:
+    def plan(order: str) -> list[KVBatchMeta]:
+        arguments = {"max_tokens_per_microbatch": LIMIT, "microbatch_order": order}
+        return shard_meta_for_dp(
+            make(lengths), dp_world=dp_world, batch_size=batch_size, sequence_packing_args=arguments
+        )[0]
+
+    for packed, sorted_ in zip(plan("packer"), plan("largest_first"), strict=True):
+        assert sorted(packed.sample_ids) == sorted(sorted_.sample_ids)
+        assert packed.extra_info["elem_counts_per_gb"] == sorted_.extra_info["elem_counts_per_gb"]
+        for in_order, largest_first in zip(
+            packed.extra_info["micro_batch_lengths"],
+            sorted_.extra_info["micro_batch_lengths"],
+            strict=True,
+        ):
+            assert sorted(in_order, reverse=True) == largest_first
 
 
 def test_more_ranks_than_samples_leaves_some_empty() -> None:

@@ -27,7 +27,6 @@ _ALGORITHMS = {
     "first_fit_shuffle",
     "modified_first_fit_decreasing",
 }
-# Micro-batches are packed largest first, so the two orders that NeMo-RL knows are the same here.
 _ORDERS = {None, "packer", "largest_first"}
 _IGNORED = {"input_key", "input_lengths_key"}  # the lengths are those of the meta
 
@@ -55,7 +54,9 @@ def shard_meta_for_dp(
         sequence_packing_args: Also pack each rank's samples of a step into micro-batches that hold at most
             ``max_tokens_per_microbatch`` tokens together, each sample rounded up to
             ``sequence_length_pad_multiple`` (1). In each step all ranks get the same number of
-            micro-batches, the largest first.
+            micro-batches: in the order in which they were packed, or with
+            ``microbatch_order="largest_first"`` sorted by their tokens, so that the ranks' first ones are
+            alike, and the allocator finds memory for every later one.
         dynamic_batching_args: The same for micro-batches that are padded: the number of samples times the
             longest, rounded up to ``sequence_length_round`` (1), is at most ``max_tokens_per_microbatch``.
             The n-th micro-batches of all ranks have the same number of samples, padded to the same length.
@@ -182,7 +183,8 @@ def _batching(
                 raise InvalidRequestError(f"{name} is one of {there}; got {value!r}")
         also = {"algorithm", "microbatch_order"}
         limit, rounded = _limits(meta, lengths, packing, "sequence_length_pad_multiple", also)
-        return partial(_packed, lengths=rounded, limit=limit)
+        largest_first = packing.get("microbatch_order") == "largest_first"
+        return partial(_packed, lengths=rounded, limit=limit, largest_first=largest_first)
     if dynamic is not None:
         limit, rounded = _limits(meta, lengths, dynamic, "sequence_length_round", set())
         return partial(_padded, lengths=rounded, limit=limit)
@@ -212,7 +214,9 @@ def _limits(
     return limit, rounded
 
 
-def _packed(shares: list[list[int]], *, lengths: Sequence[int], limit: int) -> list[list[_MicroBatch]]:
+def _packed(
+    shares: list[list[int]], *, lengths: Sequence[int], limit: int, largest_first: bool
+) -> list[list[_MicroBatch]]:
     """Rows laid end to end: each rank packs its own, and splits the fullest until all have equally many."""
 
     def total(rows: Sequence[int]) -> int:
@@ -220,7 +224,11 @@ def _packed(shares: list[list[int]], *, lengths: Sequence[int], limit: int) -> l
 
     packed = [_best_fit_decreasing(rows, lengths, limit) for rows in shares]
     count = max(map(len, packed))
-    return [[_MicroBatch(rows, total(rows)) for rows in _split_to(bins, count, total)] for bins in packed]
+    ranks = [[_MicroBatch(rows, total(rows)) for rows in _split_to(bins, count, total)] for bins in packed]
+    if largest_first:
+        for micro_batches in ranks:
+            micro_batches.sort(key=lambda batch: -batch.length)
+    return ranks
 
 
 def _best_fit_decreasing(rows: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -240,23 +248,20 @@ def _best_fit_decreasing(rows: Sequence[int], lengths: Sequence[int], limit: int
 
 
 def _split_to(bins: list[list[int]], count: int, total: Callable[[Sequence[int]], int]) -> list[list[int]]:
-    """Halve the fullest micro-batches until there are ``count``, fullest first.
-
-    In that order the ranks' first micro-batches are alike, and so on: they wait less for each other.
-    """
-    heap = [(-total(rows), rows) for rows in bins]
-    heapq.heapify(heap)
-    done: list[tuple[int, list[int]]] = []
-    while heap and len(heap) + len(done) < count:
-        tokens, rows = heapq.heappop(heap)
-        if len(rows) == 1:
-            done.append((tokens, rows))
-            continue
-        # Every other row: they are sorted by length, so the halves are alike.
-        for half in (rows[::2], rows[1::2]):
-            heapq.heappush(heap, (-total(half), half))
-    ordered = [rows for _, rows in sorted(heap + done)]
-    return ordered + [[] for _ in range(count - len(ordered))]
+    """Halve the fullest micro-batches until there are ``count``. The second halves come last."""
+    bins = list(bins)
+    fullest = [(-total(rows), place) for place, rows in enumerate(bins)]
+    heapq.heapify(fullest)
+    while fullest and len(bins) < count:
+        _, place = heapq.heappop(fullest)
+        rows = bins[place]
+        if len(rows) > 1:
+            # Every other row: they are sorted by length, so the halves are alike.
+            bins[place] = rows[::2]
+            bins.append(rows[1::2])
+            for half in (place, len(bins) - 1):
+                heapq.heappush(fullest, (-total(bins[half]), half))
+    return bins + [[] for _ in range(count - len(bins))]
 
 
 def _padded(shares: list[list[int]], *, lengths: Sequence[int], limit: int) -> list[list[_MicroBatch]]:
