@@ -94,7 +94,7 @@ def save_plane(link: Link, checkpoint_dir: str, metadata: Mapping[str, Any] | No
 def _freeze(link: Link) -> tuple[wire.Frozen, bytes]:
     """The state, and the lease on its blocks."""
     while True:
-        frozen = link.request(wire.Freeze(), wire.Frozen)
+        frozen = link.request(wire.Freeze(), wire.Frozen, waits_s=DEFAULT_TIMEOUT_S)
         pieces, is_whole = [frozen.state], frozen.is_whole
         try:
             while not is_whole:

@@ -52,7 +52,7 @@ _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
 # Of a frozen state: what takes some ten milliseconds to write, to send and to read.
 _PIECE_BYTES = 2**22
-_MANY_COPIED = 100_000
+_MANY_SAMPLES = 100_000
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -81,6 +81,10 @@ class PendingRequest:
 Granted = Place | int | tuple[str, str, list[str]]
 """What a request was given that has to be undone if nobody reads the answer: a place, a lease, or a claim
 (partition, task, ids)."""
+
+
+DumpApart = Callable[[Callable[[], Iterator[bytes]], Callable[[Iterator[bytes] | None], None]], None]
+"""Takes what makes the pieces of a dump, and whom to give them to; None if they could not be made."""
 
 
 class _Client:
@@ -128,6 +132,8 @@ class ControlService:
         self.dead = Loss()  # the storage units that have died
         self.lost = 0  # samples that were lost with them
         self._frozen: dict[int, Iterator[bytes]] = {}  # by lease, what is still to be read of a state
+        # Has the pieces of a large dump made elsewhere, so that others are served meanwhile.
+        self.dump_apart: DumpApart = lambda pieces, then: then(pieces())
         self._next_lease = 1
         self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
         self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
@@ -394,7 +400,8 @@ class ControlService:
             case wire.Count(partition_id, where):
                 return wire.Done(self.state.count(partition_id, where))
             case wire.Freeze():
-                return self._freeze(request, held)
+                self._freeze(request, held)
+                return None
             case wire.FrozenPiece(lease):
                 return wire.Done(self._next_piece(held, lease))
             case wire.Restore():
@@ -767,14 +774,28 @@ class ControlService:
 
     # Checkpoints
 
-    def _freeze(self, request: PendingRequest, held: _Client) -> wire.Frozen:
+    def _freeze(self, request: PendingRequest, held: _Client) -> None:
         lease, places, located = self._lease(held, list(self.state.blocks()))
         held.grant(request, lease)
-        self._frozen[lease] = StateDump(self.state).pieces()
-        # To copy many samples takes long enough.
-        is_large = self.state.live > _MANY_COPIED
-        state, is_last = (b"", False) if is_large else self._next_piece(held, lease)
-        return wire.Frozen(lease, state, places, located, is_whole=is_last)
+
+        def answer(pieces: Iterator[bytes] | None) -> None:
+            if lease not in held.leases:
+                return  # nobody waits for it any more
+            if pieces is None:
+                self._drop_lease(held, lease)
+                self._send(request, wire.failure_of(CheckpointError("the process that dumps the state died")))
+                return
+            self._frozen[lease] = pieces
+            state, is_last = self._next_piece(held, lease)
+            self._send(request, wire.Frozen(lease, state, places, located, is_whole=is_last))
+
+        def pieces_of_state() -> Iterator[bytes]:
+            return StateDump(self.state).pieces()
+
+        if self.state.live > _MANY_SAMPLES:
+            self.dump_apart(pieces_of_state, answer)
+        else:
+            answer(pieces_of_state())
 
     def _next_piece(self, held: _Client, lease: int) -> tuple[bytes, bool]:
         """Some more of a frozen state, and whether that was all."""
@@ -953,4 +974,4 @@ class ControlService:
         ]
 
 
-_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "_frozen"})
+_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "dump_apart", "_frozen"})

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from rlplane.errors import CheckpointError
+from rlplane.service.forked_dump import run_in_child
 from rlplane.storage.places import Loss, Place
 
 __all__ = ["Journal", "Record", "read_records"]
@@ -187,15 +188,7 @@ class Journal:
         os.close(self._fd)
         self.generation += 1
         self._open()
-        child = os.fork()
-        if child == 0:
-            try:
-                # The sockets and the lock of the service must not outlive it in here.
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-                write_dump(self.directory, self.generation, service_state)
-            finally:
-                os._exit(0)
-        self._child = child
+        self._child = run_in_child(lambda: write_dump(self.directory, self.generation, service_state))
 
     def tidy(self) -> None:
         """Remove what a finished dump has made superfluous."""
