@@ -18,6 +18,7 @@
 #
 #   observability/     the wrapper that measures every operation
 #   transfer_stats.py  transfers between workers, mergeable
+#   caller.py          warnings that point at the line which called rlplane
 #   call_times.py      where the time of one call went: waiting, round trips, bytes
 #   atomic_file.py     files that are there whole or not at all
 #   transport/         typed messages over ZMQ

@@ -93,8 +93,6 @@ def test_it_lives_in_a_terminal_from_the_first_picture_to_the_report(
         server.publish(again.step(state=SessionState.COMPLETE))
         terminal.until(lambda screen: "Run second-run: COMPLETE" in screen, "the report")
         terminal.press("q")
-        terminal.until(lambda screen: "1 Partitions" in screen, "closing the report")
-        terminal.press("q")
         last = terminal.until(lambda screen: "EXIT:" in screen, "quitting")
         assert "EXIT:0" in last and "Traceback" not in last
 

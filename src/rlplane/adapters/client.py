@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,6 +31,7 @@ from rlplane.adapters.checkpoint import PeriodicCheckpoints, load_plane, save_pl
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Exchange, MoveBytes, Step, Undo, ask
 from rlplane.call_times import open_account
+from rlplane.caller import warn_caller
 from rlplane.control.policies import FlowPolicy
 from rlplane.control.rules import PartitionSpec, check_ids, check_names, check_timeout, compile_where
 from rlplane.errors import (
@@ -449,11 +449,10 @@ class PlaneClient(DataPlaneClient):
         for name in names:
             if name not in spec.fields and (spec.partition_id, name) not in self._warned:
                 self._warned.add((spec.partition_id, name))
-                warnings.warn(
+                warn_caller(
                     f"field {name!r} of partition {spec.partition_id!r} was not declared; "
                     f"declared are {spec.fields}",
                     UserWarning,
-                    stacklevel=5,  # past the steps and what performs them
                 )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
@@ -517,7 +516,7 @@ class PlaneClient(DataPlaneClient):
         ids = None if sample_ids is None else check_ids(sample_ids, distinct=False)
         cleared = (yield from ask(wire.Clear(partition_id, ids), wire.Done)).value
         if ids is None and not cleared:
-            warnings.warn(f"nothing to clear in partition {partition_id!r}", UserWarning, stacklevel=4)
+            warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
 
     # The optional ones
 
@@ -718,11 +717,10 @@ class PlaneClient(DataPlaneClient):
 
     def _warn_of_loop(self, method: str) -> None:
         self._warned_of_loop = True
-        warnings.warn(
+        warn_caller(
             f"{method} waits in a thread that runs an event loop, which stands still meanwhile: "
             "use rlplane.build_async_data_plane_client there",
             RuntimeWarning,
-            stacklevel=6,
         )
 
     # The link, and how it comes to be

@@ -80,6 +80,8 @@ def _read(run: str | None) -> MetricsSnapshot:
         return read_run(run)
     with RunFeed(run) as feed:
         snapshot = feed.wait(0, 5.0)
+        if run is None and snapshot is not None:
+            note(f"run {snapshot.run_id}, which goes on now; for a finished one: rlplane report RUN_DIR")
         if snapshot is None:
             raise CommandError(
                 f"{feed.status().text}; for a finished run, name its directory: rlplane report RUN_DIR",

@@ -77,10 +77,10 @@ def _head_lines(
         f"Started {started}, {format_duration(report.elapsed_s)}, "
         f"{format_full_count(totals.get('events', 0))} events, {len(report.workers)} workers, "
         f"percentiles {'exact' if report.exact else 'from a histogram'}",
-        f"Held: {format_full_count(gauges.get('samples_held', 0))} samples, "
-        f"{format_bytes(gauges.get('bytes_held', 0))}; at peak "
-        f"{format_full_count(peaks.get('samples_held', 0))} samples, "
-        f"{format_bytes(peaks.get('bytes_held', 0))}",
+        f"Held: {format_full_count(gauges.get('samples_held'))} samples, "
+        f"{format_bytes(gauges.get('bytes_held'))}; at peak "
+        f"{format_full_count(peaks.get('samples_held'))} samples, "
+        f"{format_bytes(peaks.get('bytes_held'))}",
     ]
 
 

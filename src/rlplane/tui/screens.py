@@ -142,7 +142,10 @@ def _stage(text: Text, name: str, holds: bool) -> None:
 class ReportScreen(Screen[None]):
     """The report of a run that has ended."""
 
-    BINDINGS: ClassVar[list[BindingType]] = _BACK
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace", "dismiss", "Back"),
+        Binding("q", "app.quit", "Quit"),
+    ]
     CSS = """
     #report-head { height: 1; background: $success; color: $text; padding: 0 1; }
     #report { padding: 1 2; width: auto; }

@@ -216,7 +216,7 @@ async def test_a_run_that_follows_replaces_the_one_that_ended(feed: HandFeed) ->
     async with app.run_test(size=SIZE) as pilot:
         feed.give(SimulatedRun(run_id="one").step(state=SessionState.INTERRUPTED))
         await until(pilot, lambda: isinstance(app.screen, ReportScreen), "the report")
-        await pilot.press("q")
+        await pilot.press("escape")
         feed.give(SimulatedRun(run_id="two").step())
         await until(pilot, lambda: "two" in text_of(app.screen_stack[0].query_one(RunHeader)), "the next run")
 

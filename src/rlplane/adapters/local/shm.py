@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from typing import Any
 
 from rlplane.adapters.client import PlaneClient
 from rlplane.adapters.link import Link
 from rlplane.adapters.local.supervisor import Supervisor
+from rlplane.caller import warn_caller
 from rlplane.errors import DataPlaneError, PlaneConnectionError
 from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneConfig
 from rlplane.service.connection import RefusedError, SocketConnection
@@ -36,12 +36,11 @@ class ShmDataPlaneClient(PlaneClient):
         self._address = cfg.get("controller_address") or os.environ.get(ADDRESS_VARIABLE)
         if bootstrap and _is_inherited(os.environ.get(ADDRESS_VARIABLE)):
             inherited = os.environ[ADDRESS_VARIABLE]
-            warnings.warn(
+            warn_caller(
                 f"this process was started by one that has a plane, and joins it ({ADDRESS_VARIABLE} is "
                 f"{inherited!r}): build its client with bootstrap=False, or unset the variable for a plane "
                 "of its own",
                 RuntimeWarning,
-                stacklevel=3,
             )
             self._bootstrap, self._address = False, inherited
         elif bootstrap:

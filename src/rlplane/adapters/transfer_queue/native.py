@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from rlplane.adapters.client import rows_of
 from rlplane.adapters.transfer_queue.leaves import _from_wire, _promote_1d_leaves
 from rlplane.adapters.transfer_queue.native_queue import RunningQueue
+from rlplane.caller import warn_caller
 from rlplane.control.policies import FlowPolicy
 from rlplane.control.rules import PartitionSpec, check_claim, check_ids, check_names, check_timeout
 from rlplane.errors import (
@@ -349,11 +349,10 @@ class NativeTQDataPlaneClient(DataPlaneClient):
         if extra:
             self._specs[partition_id] = spec.extended(extra, [])
             for name in extra:
-                warnings.warn(
+                warn_caller(
                     f"field {name!r} of partition {partition_id!r} was not declared; "
                     f"declared are {spec.fields}",
                     UserWarning,
-                    stacklevel=3,
                 )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
@@ -411,7 +410,7 @@ class NativeTQDataPlaneClient(DataPlaneClient):
             there = set(self.list_sample_ids(partition_id))
             ids = [sample_id for sample_id in ids if sample_id in there]
             if not ids:
-                warnings.warn(f"nothing to clear in partition {partition_id!r}", UserWarning, stacklevel=2)
+                warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
         if ids:
             self._clear(list(dict.fromkeys(ids)), partition_id)
             for sample_id in ids:
