@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import grown
 from rlplane.control.rules import Condition
 
 __all__ = ["Conditions", "Look", "Matches", "TagTable", "key_of"]
@@ -49,9 +50,7 @@ class Matches:
     def __call__(self, rows: Rows) -> NDArray[np.bool_]:
         """For each row, whether it satisfies the condition."""
         if len(self._known) < self._table.size:
-            bigger = np.zeros(self._table.size, np.int8)
-            bigger[: len(self._known)] = self._known
-            self._known = bigger
+            self._known = grown(self._known, self._table.size, _UNKNOWN)
         known = self._known[rows]
         unknown = rows[known == _UNKNOWN]
         if len(unknown):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.fields import Rows, grown
+from rlplane.control.arrays import grown
+from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue

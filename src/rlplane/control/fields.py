@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import grown
 from rlplane.control.requests import LostRows
 
-__all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "grown", "pieces_of"]
+__all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "pieces_of"]
 
 Rows = NDArray[np.int64]
 BlockRows = tuple[NDArray[np.int64], NDArray[np.int32]]
@@ -135,10 +136,3 @@ def pieces_of(column: FieldIndex, rows: Rows) -> Pieces:
         every[:, 1].astype(np.int32),
         np.array([len(pieces) for pieces in found], np.int32),
     )
-
-
-def grown(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
-    """A larger copy of an array."""
-    bigger = np.full(size, fill, array.dtype)
-    bigger[: len(array)] = array
-    return bigger

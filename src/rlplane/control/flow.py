@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.fields import Rows, grown
+from rlplane.control.arrays import grown
+from rlplane.control.fields import Rows
 
 __all__ = ["NEVER", "NO_TICKET", "FlowState", "SavedFlow"]
 

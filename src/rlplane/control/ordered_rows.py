@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.fields import grown
+from rlplane.control.arrays import grown
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import grown
+
 __all__ = ["ReadyQueue", "RowQueue", "RowTable"]
 
 Rows = NDArray[np.int64]
@@ -179,9 +181,7 @@ class RowQueue(ReadyQueue):
         self._held = 0
 
     def grow(self, size: int) -> None:
-        entry = np.full(size, -1, np.int64)
-        entry[: len(self._entry)] = self._entry
-        self._entry = entry
+        self._entry = grown(self._entry, size, -1)
 
     def offer(self, rows: Rows) -> None:
         rows = rows[self._entry[rows] < 0]

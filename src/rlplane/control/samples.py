@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, grown, pieces_of
+from rlplane.control.arrays import grown
+from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, pieces_of
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
 __all__ = ["NO_ROWS", "SampleTable", "some"]
 
+_MOST_NEW_ROWS = 2**17  # so that one put never waits until memory for very many rows is there
 _MOST_LOST = 65_536  # names of samples that were lost; who asks for an older one hears that it is not there
 NO_ROWS: Rows = np.empty(0, np.int64)
 _NO_TAGS: dict[str, Any] = {}  # one for all that have none: tags are replaced, never changed
@@ -40,7 +42,8 @@ class SampleTable:
         self.next_serial = 0
         self.lost_ids: dict[str, None] = {}  # evicted because they were lost, for whoever asks for them
         self.columns = {name: FieldIndex(self.size, True) for name in spec.fields}
-        self._free: list[int] = list(range(self.size - 1, -1, -1))
+        self._free: list[int] = []  # rows that were used
+        self._unused = 0  # from here on rows were never used
         # Who wrote what: a bit per writer and row, because a sample can have several writers.
         self._writers: dict[int, int] = {}
         self._written_bits: list[NDArray[np.uint64]] = []
@@ -197,16 +200,17 @@ class SampleTable:
             del self.lost_ids[next(iter(self.lost_ids))]
 
     def _allocate(self, count: int) -> list[int]:
-        if len(self._free) < count:
-            self._grow(self.size - len(self._free) + count)
         rows = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        del self._free[len(self._free) - len(rows) :]
+        end = self._unused + count - len(rows)
+        if end > self.size:
+            self._grow(end)
+        rows += range(self._unused, end)
+        self._unused = end
         return rows
 
     def _grow(self, needed: int) -> None:
-        old, size = self.size, max(needed, 2 * self.size)
-        self._free[:0] = range(size - 1, old - 1, -1)
-        self.size = size
+        self.size = size = max(needed, self.size + min(self.size, _MOST_NEW_ROWS))
         self.ids, self.tags, self.groups = (grown(a, size, None) for a in (self.ids, self.tags, self.groups))
         self.serial, self.born = grown(self.serial, size, -1), grown(self.born, size, 0)
         self._written_bits = [grown(bits, size, 0) for bits in self._written_bits]

@@ -1,0 +1,66 @@
+"""Columns that grow keep what they have, and are not copied where they need not be."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlplane.control.arrays import grown
+from rlplane.control.requests import Put
+from rlplane.control.rules import PartitionSpec
+from rlplane.control.state import ControlState
+
+
+@pytest.mark.parametrize(
+    ("array", "fill"),
+    [
+        (np.arange(5), -1),
+        (np.array([True, False]), False),
+        (np.array([1.5, 2.5]), np.nan),
+        (np.array(["a", {"b": 1}, None], object), None),
+        (np.arange(10)[3:7], 0),
+        (pickle.loads(pickle.dumps(np.arange(4), protocol=5)), 9),
+        (np.empty(0, np.int64), 1),
+    ],
+)
+def test_a_grown_array_has_what_it_had_and_the_fill(array: Any, fill: Any) -> None:
+    before = array.tolist()
+    bigger = grown(array, len(before) + 100, fill)
+    assert bigger[: len(before)].tolist() == before
+    assert len(bigger) == len(before) + 100
+    np.testing.assert_array_equal(bigger[len(before) :], np.full(100, fill, bigger.dtype))
+
+
+def test_the_objects_of_a_grown_array_are_not_referred_to_twice() -> None:
+    thing = object()
+    array = np.full(1000, thing, object)
+    before = sys.getrefcount(thing)
+    bigger = grown(array, 2000, None)
+    assert bigger is array and sys.getrefcount(thing) == before
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), max_size=30))
+def test_rows_are_never_given_out_twice_however_the_table_grows(steps: list[tuple[bool, int]]) -> None:
+    state = ControlState()
+    state.register(PartitionSpec.checked("p", ["x"], 0, ["t"]))
+    table = state.partitions["p"].table
+    live: list[str] = []
+    for number, (is_put, count) in enumerate(steps):
+        if is_put:
+            ids = [f"{number}-{each}" for each in range(count)]
+            state.put(Put("p", ids, {"x": number}, [{"id": each} for each in ids]))
+            live += ids
+        else:
+            state.clear("p", live[:count])
+            del live[:count]
+        rows = [table.rows[each] for each in live]
+        assert len(set(rows)) == len(rows) and all(row < table.size for row in rows)
+        assert table.ids[rows].tolist() == live
+        assert [tags["id"] for tags in table.tags[rows]] == live
+        assert len(table.rows) == len(live)
