@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,37 +77,43 @@ def _saved(directory: str | Path) -> list[Path]:
 
 def save_plane(link: Link, checkpoint_dir: str, metadata: Mapping[str, Any] | None) -> None:
     """Write the plane as it is at one point of time, while work goes on."""
-    frozen, state = _freeze(link)
+    lease, frozen = _freeze(link)
     try:
         with link.in_use:
             write_checkpoint(
                 checkpoint_dir,
-                state,
+                frozen.state,
                 {block: layout for block, (_, _, layout) in frozen.blocks.items()},
                 lambda block: _bytes_of(link, frozen, block),
                 metadata,
             )
     finally:
-        link.connection.release(frozen.lease)
+        link.connection.release(lease)
 
 
-def _freeze(link: Link) -> tuple[wire.Frozen, bytes]:
-    """The state, and the lease on its blocks."""
+def _freeze(link: Link) -> tuple[int, wire.FrozenPlane]:
+    """A lease on all places, and the plane as it was when that was given."""
     while True:
-        frozen = link.request(wire.Freeze(), wire.Frozen, waits_s=DEFAULT_TIMEOUT_S)
-        pieces, is_whole = [frozen.state], frozen.is_whole
+        life = link.connection.life
+        lease = link.request(wire.Freeze(), wire.Frozen, waits_s=DEFAULT_TIMEOUT_S).lease
         try:
-            while not is_whole:
-                piece, is_whole = link.request(wire.FrozenPiece(frozen.lease), wire.Done).value
-                pieces.append(piece)
+            frozen = wire.FrozenPlane.read(b"".join(_pieces(link, lease)))
         except MissingDataError:
             # The service has been started again, and does not know what it had frozen.
-            link.connection.release(frozen.lease)
+            link.connection.release(lease)
             continue
         except BaseException:
-            link.connection.release(frozen.lease)
+            link.connection.release(lease)
             raise
-        return frozen, b"".join(pieces)
+        if link.connection.hold(lease, frozen.places, life):
+            return lease, frozen
+
+
+def _pieces(link: Link, lease: int) -> Iterator[bytes]:
+    is_last = False
+    while not is_last:
+        piece, is_last = link.request(wire.FrozenPiece(lease), wire.Done).value
+        yield piece
 
 
 def load_plane(
@@ -141,10 +147,10 @@ def load_plane(
     return checkpoint.metadata
 
 
-def _bytes_of(link: Link, frozen: wire.Frozen, block: int) -> tuple[memoryview, memoryview | None]:
+def _bytes_of(link: Link, frozen: wire.FrozenPlane, block: int) -> tuple[memoryview, memoryview | None]:
     """The values and the offsets of a block."""
-    index, start, layout = frozen.blocks[block]
-    whole = link.storage.fetch(frozen.places[index], start, layout.nbytes)
+    place, start, layout = frozen.blocks[block]
+    whole = link.storage.fetch(frozen.places[place], start, layout.nbytes)
     raw = memoryview(whole.numpy().data).cast("B")
     values = raw[: layout.values_nbytes]
     if not layout.has_offsets:

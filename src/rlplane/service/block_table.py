@@ -30,6 +30,11 @@ class BlockTable:
         self.references: dict[int, int] = {}  # by place: its blocks, and the leases on it
         self._leased: Counter[int] = Counter()  # by place
         self._dead_rows = DeadRows()
+        # While the plane is frozen, no place that was there then is recycled: the highest number of those,
+        # for each time that it was frozen, and the places that are to be freed afterwards.
+        self._frozen: Counter[int] = Counter()
+        self._to_free: list[Place] = []
+        self._newest_place = -1
         # Places that a client may hold a lease on which has not come back yet, after a recovery.
         self._kept: set[int] = set()
         self._next_block = 0
@@ -49,9 +54,14 @@ class BlockTable:
             added[field] = number = self.new_number()
             self.blocks[number] = (place.number, start, layout)
             start += size
-        self.places[place.number] = place
-        self.references[place.number] = len(added)
+        self.put_in(place, len(added))
         return added
+
+    def put_in(self, place: Place, blocks: int) -> None:
+        """A place has so many blocks."""
+        self.places[place.number] = place
+        self.references[place.number] = blocks
+        self._newest_place = max(self._newest_place, place.number)
 
     def lease(self, numbers: Iterable[int]) -> tuple[list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled, until :meth:`unlease`. Return the places, and where
@@ -76,6 +86,25 @@ class BlockTable:
         for place in self._dead_rows.of(places):
             self._give_back_rows(place, storage)
 
+    def freeze(self) -> int:
+        """Keep all places that there are from being recycled, until :meth:`thaw` gets what this returns."""
+        self._frozen[self._newest_place] += 1
+        return self._newest_place
+
+    def thaw(self, mark: int, storage: StorageHost) -> None:
+        """What was frozen is needed no longer."""
+        self._frozen[mark] -= 1
+        self._frozen += Counter()  # drops what is zero
+        freed = [place for place in self._to_free if not self._is_frozen(place.number)]
+        self._to_free = [place for place in self._to_free if self._is_frozen(place.number)]
+        for place in freed:
+            storage.free(place)
+        for number in self._dead_rows:
+            self._give_back_rows(number, storage)
+
+    def _is_frozen(self, number: int) -> bool:
+        return bool(self._frozen) and number <= max(self._frozen)
+
     def forget(self, numbers: Iterable[int], storage: StorageHost) -> None:
         """Nobody needs these blocks any more, and nobody knows of any row of them."""
         self._drop_references([self.blocks.pop(number)[0] for number in numbers], storage)
@@ -98,7 +127,7 @@ class BlockTable:
 
     def _give_back_rows(self, number: int, storage: StorageHost) -> None:
         """Give dead rows of a place back to the storage, unless somebody may be reading it."""
-        if number in self._leased or number in self._kept:
+        if number in self._leased or number in self._kept or self._is_frozen(number):
             return
         place = self.places[number]
         storage.give_back(place, self._dead_rows.stretches(number, partial(storage.read_numbers, place)))
@@ -112,7 +141,9 @@ class BlockTable:
                 del self.references[number]
                 self._dead_rows.forget(number)
                 place = self.places.pop(number)
-                if number not in self._kept:
+                if self._is_frozen(number):
+                    self._to_free.append(place)
+                elif number not in self._kept:
                     storage.free(place)
 
     # After a recovery
@@ -122,6 +153,8 @@ class BlockTable:
         of the places ``in_use`` is freed."""
         self._kept = in_use
         self._leased.clear()
+        self._frozen.clear()
+        self._to_free.clear()
         for places in leases:
             for number in places:
                 self.references[number] -= 1

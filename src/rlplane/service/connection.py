@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -41,6 +41,7 @@ class Connection(Protocol):
 
     client: int
     closed: bool
+    life: int  # counts how often a service was told of the leases anew
 
     def exchange(self, request: wire.Request, *, waits_s: float = 0.0) -> wire.Answer:
         """Send a request and return its answer, a failure among them.
@@ -48,6 +49,10 @@ class Connection(Protocol):
         ``waits_s`` is how long the service may take because it waits for somebody else. If the caller is
         interrupted, the service is told to undo what the request was given.
         """
+
+    def hold(self, lease: int, places: Iterable[int], life: int) -> bool:
+        """Note the places of a lease; False, and it is given back, if the service, which had come back
+        ``life`` times when the lease was asked for, may not know of it any more."""
 
     def release(self, lease: int) -> None:
         """Give a lease back. Called by finalizers, from any thread: it does not block."""
@@ -89,7 +94,7 @@ class SocketConnection:
         self._token, self._ack_timeout_s, self._on_end = token, ack_timeout_s, on_end
         self._reconnect_timeout_s, self._find_again = reconnect_timeout_s, find_again
         self._bootstrap = bootstrap
-        self.life = 0  # counts how often a service was told of the leases anew
+        self.life = 0
         self._reconnecting = threading.Lock()
         self._read: deque[int] = deque()  # requests whose answers the service may forget
         self._leases: dict[int, list[int]] = {}
@@ -132,15 +137,22 @@ class SocketConnection:
             raise
 
     def has_lease(self, answer: wire.Answer, life: int) -> bool:
-        """Note the lease that comes with an answer; False if the service, which had come back ``life`` times
-        when the request was made, may not know of it any more."""
-        if not isinstance(answer, (wire.Located, wire.Frozen)):
-            return True
-        self._leases[answer.lease] = [place.number for place in answer.places]
+        """Note the lease that comes with an answer, as :meth:`hold` does."""
+        match answer:
+            case wire.Located(lease, places):
+                return self.hold(lease, [place.number for place in places], life)
+            case wire.Frozen(lease):
+                return self.hold(lease, [], life)  # its places come in pieces
+            case _:
+                return True
+
+    def hold(self, lease: int, places: Iterable[int], life: int) -> bool:
+        """See :class:`Connection`."""
+        self._leases[lease] = list(places)
         if self.life == life:
             return True
         # A service that was started again has been told of the leases meanwhile, perhaps without this one.
-        self.release(answer.lease)
+        self.release(lease)
         return False
 
     def _attempt(self, number: int, request: wire.Request, waits_s: float) -> wire.Answer:

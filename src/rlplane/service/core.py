@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
-# Of a frozen state: what takes some ten milliseconds to write, to send and to read.
+# Of a frozen plane: what takes some ten milliseconds to write, to send and to read.
 _PIECE_BYTES = 2**22
-_MANY_SAMPLES = 100_000
+_MANY_SAMPLES = 10_000  # a fork takes less time than to copy more than these
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -85,6 +85,14 @@ Granted = Place | int | tuple[str, str, list[str]]
 
 DumpApart = Callable[[Callable[[], Iterator[bytes]], Callable[[Iterator[bytes] | None], None]], None]
 """Takes what makes the pieces of a dump, and whom to give them to; None if they could not be made."""
+
+
+@dataclass(eq=False, slots=True)
+class _Frozen:
+    """A plane that is being read: until when its places are from, and what is still to be read."""
+
+    mark: int
+    pieces: Iterator[bytes] | None = None
 
 
 class _Client:
@@ -131,7 +139,7 @@ class ControlService:
         self.table = BlockTable()
         self.dead = Loss()  # the storage units that have died
         self.lost = 0  # samples that were lost with them
-        self._frozen: dict[int, Iterator[bytes]] = {}  # by lease, what is still to be read of a state
+        self._frozen: dict[int, _Frozen] = {}  # by lease
         # Has the pieces of a large dump made elsewhere, so that others are served meanwhile.
         self.dump_apart: DumpApart = lambda pieces, then: then(pieces())
         self._next_lease = 1
@@ -201,10 +209,12 @@ class ControlService:
 
     def _drop_lease(self, held: _Client, lease: int) -> bool:
         places = held.leases.pop(lease, None)
-        self._frozen.pop(lease, None)
         if places:
             self.table.unlease(places, self.storage)
-        return bool(places)
+        frozen = self._frozen.pop(lease, None)
+        if frozen is not None:
+            self.table.thaw(frozen.mark, self.storage)
+        return bool(places or frozen)
 
     def room_came_free(self) -> None:
         """Something outside of any request has given room back to the storage."""
@@ -757,9 +767,12 @@ class ControlService:
     def _lease(self, held: _Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled until the client drops them."""
         places, located = self.table.lease(numbers)
+        return self._new_lease(held, [place.number for place in places]), places, located
+
+    def _new_lease(self, held: _Client, places: list[int]) -> int:
         lease, self._next_lease = self._next_lease, self._next_lease + 1
-        held.leases[lease] = [place.number for place in places]
-        return lease, places, located
+        held.leases[lease] = places
+        return lease
 
     def _kinds(
         self, partition: Partition, rows: NDArray[np.int64]
@@ -775,7 +788,8 @@ class ControlService:
     # Checkpoints
 
     def _freeze(self, request: PendingRequest, held: _Client) -> None:
-        lease, places, located = self._lease(held, list(self.state.blocks()))
+        lease = self._new_lease(held, [])
+        frozen = self._frozen[lease] = _Frozen(self.table.freeze())
         held.grant(request, lease)
 
         def answer(pieces: Iterator[bytes] | None) -> None:
@@ -785,29 +799,32 @@ class ControlService:
                 self._drop_lease(held, lease)
                 self._send(request, wire.failure_of(CheckpointError("the process that dumps the state died")))
                 return
-            self._frozen[lease] = pieces
-            state, is_last = self._next_piece(held, lease)
-            self._send(request, wire.Frozen(lease, state, places, located, is_whole=is_last))
-
-        def pieces_of_state() -> Iterator[bytes]:
-            return StateDump(self.state).pieces()
+            frozen.pieces = pieces
+            self._send(request, wire.Frozen(lease))
 
         if self.state.live > _MANY_SAMPLES:
-            self.dump_apart(pieces_of_state, answer)
+            self.dump_apart(self._plane_in_pieces, answer)
         else:
-            answer(pieces_of_state())
+            answer(self._plane_in_pieces())
+
+    def _plane_in_pieces(self) -> Iterator[bytes]:
+        """The plane as it is now."""
+        blocks = {number: self.table.blocks[number] for number in self.state.blocks()}
+        places = {number: self.table.places[number] for number, _, _ in blocks.values()}
+        return wire.FrozenPlane.pieces(wire.FrozenBlocks(places, blocks), StateDump(self.state).pieces())
 
     def _next_piece(self, held: _Client, lease: int) -> tuple[bytes, bool]:
-        """Some more of a frozen state, and whether that was all."""
-        if lease not in held.leases or lease not in self._frozen:
-            raise MissingDataError(f"nothing more is known of a state that was frozen under lease {lease}")
+        """Some more of a frozen plane, and whether that was all."""
+        frozen = self._frozen.get(lease)
+        if lease not in held.leases or frozen is None or frozen.pieces is None:
+            raise MissingDataError(f"nothing more is known of a plane that was frozen under lease {lease}")
         pieces, length = [], 0
-        for piece in self._frozen[lease]:
+        for piece in frozen.pieces:
             pieces.append(piece)
             length += len(piece)
             if length >= _PIECE_BYTES:
                 return b"".join(pieces), False
-        del self._frozen[lease]
+        frozen.pieces = None
         return b"".join(pieces), True
 
     def _restore(self, held: _Client, body: wire.Restore) -> wire.Done:
@@ -844,8 +861,7 @@ class ControlService:
             if not blocks_end:
                 self.storage.free(place)
                 continue
-            self.table.places[number] = self.storage.shrink(place, max(max(blocks_end), 1))
-            self.table.references[number] = len(blocks_end)
+            self.table.put_in(self.storage.shrink(place, max(max(blocks_end), 1)), len(blocks_end))
         for number, block in body.blocks.items():
             self.table.blocks[numbers[number]] = block
         restored.now = self.now

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from rlplane.errors import ClientClosedError, DataPlaneError, PlaneConnectionError
@@ -214,6 +214,10 @@ class InProcessConnection:
 
     def note_read(self, number: int) -> None:
         """See :class:`~rlplane.service.async_connection.Owner`: this service never starts again."""
+
+    def hold(self, lease: int, places: Iterable[int], life: int) -> bool:
+        """See :class:`~rlplane.service.connection.Connection`: this service never starts again."""
+        return True
 
     def has_lease(self, answer: wire.Answer, life: int) -> bool:
         """See :class:`~rlplane.service.async_connection.Owner`."""

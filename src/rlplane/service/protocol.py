@@ -10,6 +10,7 @@ connections are *channels*, over which requests go.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -42,7 +43,9 @@ __all__ = [
     "Finish",
     "Freeze",
     "Frozen",
+    "FrozenBlocks",
     "FrozenPiece",
+    "FrozenPlane",
     "Goodbye",
     "Hello",
     "Inspect",
@@ -308,12 +311,13 @@ class ListIds(_Request):
 
 
 class Freeze(_Request):
-    """Take the whole state at one point of time, with a lease on every block. A large state comes in pieces,
-    for which :class:`FrozenPiece` asks, so that nobody else waits until all of it is written."""
+    """Take the whole plane at one point of time, with a lease on all places that there are. It comes in
+    pieces, for which :class:`FrozenPiece` asks, so that nobody else waits until all of it is written."""
 
 
 class FrozenPiece(_Request):
-    """The next piece of a state that was frozen under this lease, and whether it is the last."""
+    """The next piece of what was frozen under this lease, and whether it is the last. Together they are a
+    :class:`FrozenPlane`."""
 
     lease: int
 
@@ -448,10 +452,6 @@ class Claimed(_Answer):
 
 class Frozen(_Answer):
     lease: int
-    state: bytes  # the first piece of it
-    places: list[Place]
-    blocks: dict[int, tuple[int, int, Layout]]
-    is_whole: bool = True  # there are no further pieces
 
 
 Answer = Failure | Done | Described | Reserved | Claimed | Located | Frozen | Welcome
@@ -463,6 +463,35 @@ notice_decoder: msgspec.msgpack.Decoder[Release | Abandon | Goodbye] = msgspec.m
 envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 encode = msgspec.msgpack.Encoder().encode
+
+
+class FrozenBlocks(msgspec.Struct, array_like=True):
+    """Where the bytes of a frozen plane are: its places by number, and for each block the number of its
+    place, its start in there, and its layout."""
+
+    places: dict[int, Place]
+    blocks: dict[int, tuple[int, int, Layout]]
+
+
+class FrozenPlane(FrozenBlocks):
+    """A plane at one point of time."""
+
+    state: bytes
+
+    @staticmethod
+    def pieces(where: FrozenBlocks, state: Iterable[bytes]) -> Iterator[bytes]:
+        """How it travels."""
+        encoded = encode(where)
+        yield len(encoded).to_bytes(8, "big")
+        yield encoded
+        yield from state
+
+    @classmethod
+    def read(cls, data: bytes) -> FrozenPlane:
+        """The plane that these pieces make together."""
+        end = 8 + int.from_bytes(data[:8], "big")
+        where = msgspec.msgpack.decode(memoryview(data)[8:end], type=FrozenBlocks)
+        return cls(where.places, where.blocks, data[end:])
 
 
 def failure_of(error: errors.DataPlaneError) -> Failure:

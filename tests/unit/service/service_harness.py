@@ -132,6 +132,15 @@ class Desk:
         """Deliver a request that is answered at once."""
         return self.answers[self.post(client, body, **more)]
 
+    def freeze(self, client: int) -> tuple[int, wire.FrozenPlane]:
+        """Freeze the plane, and read it: the lease, and what was read."""
+        lease = self.ask(client, wire.Freeze()).lease
+        pieces, is_last = [], False
+        while not is_last:
+            piece, is_last = self.ask(client, wire.FrozenPiece(lease)).value
+            pieces.append(piece)
+        return lease, wire.FrozenPlane.read(b"".join(pieces))
+
     def abandon(self, request: PendingRequest) -> None:
         """What a client says of a request when its caller was interrupted."""
         self.service.abandon(request.client, request.number)

@@ -154,7 +154,7 @@ async def test_every_kind_of_grant_is_given_back():
     for answer in (
         wire.Reserved(PLACE),
         wire.Located(3, [], {}, []),
-        wire.Frozen(4, b"", [], {}),
+        wire.Frozen(4),
         wire.Done(None, PLACE),
         wire.Claimed([], []),
         wire.Failure("KeyError", "nothing was given"),

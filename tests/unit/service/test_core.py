@@ -578,7 +578,7 @@ def test_deadlines_of_requests_that_were_answered_are_forgotten(desk: Desk) -> N
 def test_a_frozen_plane_can_be_restored_and_the_old_memory_is_recycled(desk: Desk) -> None:
     desk.put(0, ["a", "b"], 1)
     desk.claimed(1, 1)
-    frozen = desk.ask(0, wire.Freeze())
+    lease, frozen = desk.freeze(0)
     desk.ask(0, wire.Clear("p", None))
     desk.put(0, ["c"], 2)
     waiting = desk.claim(2, 5, blocking=True)
@@ -586,7 +586,7 @@ def test_a_frozen_plane_can_be_restored_and_the_old_memory_is_recycled(desk: Des
     blocks = {number: (place.number, start, layout) for number, (_, start, layout) in frozen.blocks.items()}
     assert desk.ask(0, wire.Restore(frozen.state, [place.number], blocks)) == wire.Done()
     assert desk.answers[waiting].kind == "PlaneConnectionError"
-    desk.service.release(0, frozen.lease)
+    desk.service.release(0, lease)
     assert desk.ask(0, wire.ListIds("p")).value == ["a", "b"]
     assert desk.claimed(1, 2) == ["b"]
     assert desk.used == PAGE
@@ -601,19 +601,21 @@ def test_a_large_state_is_frozen_at_one_point_of_time_and_read_in_pieces(
     desk.claimed(1, 5)
     whole = dump_state(desk.service.state)
     monkeypatch.setattr(core, "_PIECE_BYTES", 100)
-    frozen = desk.ask(0, wire.Freeze())
-    state, is_whole = frozen.state, frozen.is_whole
+    lease = desk.ask(0, wire.Freeze()).lease
+    read, is_whole = b"", False
     while not is_whole:
         # Whatever others do meanwhile is not in it.
-        desk.put(1, [f"new-{len(state)}"], 1)
-        desk.commit(1, ["s7"], None, tags=[{"v": len(state)}])
-        desk.ask(1, wire.Clear("p", [f"s{len(state) % 50}", f"new-{len(state)}"]))
+        desk.put(1, [f"new-{len(read)}"], 1)
+        desk.commit(1, ["s7"], None, tags=[{"v": len(read)}])
+        desk.ask(1, wire.Clear("p", [f"s{len(read) % 50}", f"new-{len(read)}"]))
         desk.claimed(2, 1)
-        piece, is_whole = desk.ask(0, wire.FrozenPiece(frozen.lease)).value
+        piece, is_whole = desk.ask(0, wire.FrozenPiece(lease)).value
         assert len(piece) < 1000
-        state += piece
-    assert state == whole
-    assert desk.ask(0, wire.FrozenPiece(frozen.lease)).kind == "MissingDataError"
+        read += piece
+    frozen = wire.FrozenPlane.read(read)
+    assert frozen.state == whole
+    assert {place for place, _, _ in frozen.blocks.values()} == frozen.places.keys()
+    assert desk.ask(0, wire.FrozenPiece(lease)).kind == "MissingDataError"
 
 
 @pytest.mark.parametrize("ended", ["released", "other client", "abandoned", "service restarted"])
@@ -640,7 +642,7 @@ def test_clients_that_knew_the_old_schema_are_told_after_a_restore(desk: Desk) -
     other = Desk()
     other.service.connect(0)
     other.register(fields=["x", "new"])
-    frozen = other.ask(0, wire.Freeze())
+    _, frozen = other.freeze(0)
     known = desk.ask(1, wire.Describe("p")).version
     assert desk.ask(0, wire.Restore(frozen.state, [], {})) == wire.Done()
     assert desk.answers[desk.commit(1, ["a"], None, version=known)].kind == "StaleSpecError"
@@ -650,8 +652,8 @@ def test_clients_that_knew_the_old_schema_are_told_after_a_restore(desk: Desk) -
 @pytest.mark.parametrize("fault", ["bytes", "place", "home", "beyond", "before", "missing", "unused"])
 def test_a_restore_that_makes_no_sense_is_refused_and_changes_nothing(desk: Desk, fault: str) -> None:
     desk.put(0, ["a"], 1)
-    frozen = desk.ask(0, wire.Freeze())
-    desk.service.release(0, frozen.lease)
+    lease, frozen = desk.freeze(0)
+    desk.service.release(0, lease)
     place = desk.answers[desk.reserve(0, 1)].place
     state, places = frozen.state, [place.number]
     ((number, (_, start, layout)),) = frozen.blocks.items()
@@ -810,7 +812,9 @@ class ServiceMachine(RuleBasedStateMachine):
         held = [place for client in service._clients.values() for place in client.reserved.values()]
         spares = [client.spare for client in service._clients.values() if client.spare is not None]
         committed = sum(self._held_bytes(place) for place in service.table.places.values())
-        assert arena.used == sum(e.size for e in [*held, *spares]) + committed
+        frozen = sum(self._kept_bytes(place) for place in service.table._to_free)
+        assert arena.used == sum(e.size for e in [*held, *spares]) + committed + frozen
+        assert service._frozen or not service.table._to_free
         assert {e.number for e in held} == {e.number for mine in self.reserved.values() for e in mine}
         references = [home for home, _, _ in service.table.blocks.values()]
         leases = [lease for client in service._clients.values() for lease in client.leases.values()]
@@ -822,8 +826,7 @@ class ServiceMachine(RuleBasedStateMachine):
 
     def _held_bytes(self, place: Place) -> int:
         """What a place still has: the pages of rows that a sample or a reader needs."""
-        service, given = self.desk.service, self.desk.host.arena._given_back.get(place.number)
-        kept = place.size if given is None else place.size - PAGE * int(given.sum())
+        service, kept = self.desk.service, self._kept_bytes(place)
         column = service.state.partition("p").columns["x"]
         rows = service.state.partition("p").live_rows(None)
         live = set(zip(column.block[rows].tolist(), column.position[rows].tolist(), strict=True))
@@ -845,8 +848,13 @@ class ServiceMachine(RuleBasedStateMachine):
                         needed[start + row * size : start + (row + 1) * size] = False
         pages_needed = int(needed.reshape(-1, PAGE).any(axis=1).sum())
         is_read = any(place.number in lease for c in service._clients.values() for lease in c.leases.values())
+        is_read |= service.table._is_frozen(place.number)
         assert kept >= PAGE * pages_needed if is_read else kept == PAGE * pages_needed
         return kept
+
+    def _kept_bytes(self, place: Place) -> int:
+        given = self.desk.host.arena._given_back.get(place.number)
+        return place.size if given is None else place.size - PAGE * int(given.sum())
 
     @invariant()
     def nobody_waits_for_room_that_is_there(self) -> None:

@@ -48,13 +48,13 @@ def filled(plane: RunningServer) -> SocketConnection:
     return client
 
 
-def whole(client: SocketConnection, frozen: Any) -> bytes:
-    state, is_whole = frozen.state, frozen.is_whole
+def state_of(client: SocketConnection, frozen: Any) -> bytes:
+    read, is_whole = b"", False
     while not is_whole:
         answer: Any = client.exchange(wire.FrozenPiece(frozen.lease))
         piece, is_whole = answer.value
-        state += piece
-    return bytes(state)
+        read += piece
+    return wire.FrozenPlane.read(read).state
 
 
 def test_others_are_served_while_a_state_is_dumped_and_are_not_in_it(
@@ -78,7 +78,7 @@ def test_others_are_served_while_a_state_is_dumped_and_are_not_in_it(
     assert not answers
     may_go_on.touch()
     saving.join(60)
-    assert whole(saver, answers[0]) == before
+    assert state_of(saver, answers[0]) == before
     saver.release(answers[0].lease)
     assert plane.status()["leases"] == 0
 
@@ -103,7 +103,7 @@ def test_without_room_for_a_child_the_state_is_dumped_in_place(
     monkeypatch.setattr(os, "fork", no_fork)
     client = filled(plane)
     before = plane.in_loop(lambda: dump_state(plane.server.service.state))
-    assert whole(client, client.exchange(wire.Freeze(), waits_s=60.0)) == before
+    assert state_of(client, client.exchange(wire.Freeze(), waits_s=60.0)) == before
 
 
 def test_a_client_that_goes_before_the_dump_is_there_leaves_nothing(

@@ -115,8 +115,8 @@ def test_a_spare_is_revoked_without_asking_and_its_commit_is_told(desk: KeyedDes
 def test_nothing_leaves_the_store_while_a_checkpoint_is_made(desk: KeyedDesk) -> None:
     desk.put(0, ["a"], 1)
     place = place_of(desk, "a")
-    frozen = desk.ask(1, wire.Freeze())
+    lease, frozen = desk.freeze(1)
     desk.ask(0, wire.Clear("p", ["a"]))
-    assert desk.garbage == [] and [held.number for held in frozen.places] == [place]
-    desk.service.release(1, frozen.lease)
+    assert desk.garbage == [] and list(frozen.places) == [place]
+    desk.service.release(1, lease)
     assert desk.let_go() == [place]

@@ -63,7 +63,7 @@ ANSWERS: list[Any] = [
     wire.Located(
         1, [PLACE], {3: (0, 64, LAYOUT)}, [wire.FieldRows(2, 3, 1), wire.FieldRows(1, 0, 0, b"12", b"3")]
     ),
-    wire.Frozen(1, b"state", [PLACE], {3: (0, 64, LAYOUT)}, False),
+    wire.Frozen(1),
     wire.Welcome(7, "secret"),
 ]
 HELLOS = [wire.Hello(2, "token", 17, True), wire.Hello(2, "", client=3, secret="secret")]
