@@ -97,6 +97,15 @@ def test_padding_is_the_inverse_of_packing(
     assert same(back, padded if width else padded[:, :0])
 
 
+@pytest.mark.parametrize("lengths", [[3, 0, 2], [0, 0, 0], [4, 4, 4]])
+def test_torch_pads_a_packed_batch_to_its_longest_row(lengths: list[int]) -> None:
+    """As ``nemo_rl.data_plane.codec.materialize`` does: torch has to know which row is the longest."""
+    padded = torch.arange(1, 13).reshape(3, 4)
+    again = torch.nested.to_padded_tensor(to_nested_by_length(padded, lengths), 0)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    assert torch.equal(again, padded[:, : max(lengths)] * mask)
+
+
 def test_a_full_contiguous_batch_is_packed_without_a_copy() -> None:
     padded = values((3, 4))
     packed = to_nested_by_length(padded, [4, 4, 4])

@@ -410,7 +410,9 @@ def _span_mask(
 def _jagged(values: Tensor, counts: np.ndarray[Any, Any]) -> Tensor:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
-    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets))
+    # Without the longest row's length torch would pad to that of all rows together.
+    longest = int(counts.max(initial=0))
+    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets), max_seqlen=longest)
 
 
 # The parameters below are Any because torch does not declare the methods of nested tensors on Tensor.

@@ -57,7 +57,7 @@ class Assembler:
     def __init__(self, layouts: Mapping[int, Layout], source: ByteSource, *, allow_pickle: bool) -> None:
         self._layouts, self._allow_pickle = layouts, allow_pickle
         self._read, self._own, self._empty = source.read, source.own, source.empty
-        self._offsets: dict[bytes, Tensor] = {}
+        self._offsets: dict[bytes, tuple[Tensor, Tensor]] = {}
         self._gathers: list[Copies] = []
 
     def finish(self) -> None:
@@ -230,9 +230,14 @@ class Assembler:
 
     def _nested(self, values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
         # Fields with equal lengths get the same offsets, so that torch lets them be combined.
-        known = self._offsets.setdefault(offsets.tobytes(), torch.from_numpy(offsets))
+        key = offsets.tobytes()
+        if key not in self._offsets:
+            longest = int(np.diff(offsets).max(initial=0))
+            self._offsets[key] = torch.from_numpy(offsets), torch.empty(longest, 0, device=HOST)
+        known, longest_row = self._offsets[key]
         # The constructor, because the public function costs four times as much and checks what is known.
-        return NestedTensor(values, offsets=known)
+        # Without the longest row, which torch keeps as a shape, torch would pad to all rows together.
+        return NestedTensor(values, offsets=known, _metadata_cache={"max_seqlen": longest_row})
 
     def _leaves(self, name: str, rows: FieldRows, path: str) -> NonTensorStack:
         if rows.blocks is None:

@@ -103,6 +103,10 @@ def nested_rows_come_back_jagged(plane: PlaneUnderTest) -> None:
     has_column("rows of several lengths and more dimensions", batch, "wide", wide, "jagged")
     has_column("nested rows of one length", batch, "uniform", uniform, "jagged")
     has_column("one nested row", part.get("c", ["flat"]), "flat", flat[2:], "jagged")
+    # torch pads to the length of all rows together unless the tensor knows its longest.
+    for ids, padded in (("abc", [[1, 2, 3], [4, 0, 0], [5, 6, 0]]), ("cb", [[5, 6], [4, 0]])):
+        column = torch.nested.to_padded_tensor(part.get(ids, ["flat"]).get("flat"), 0)
+        equal(f"the rows of {ids!r}, padded by torch", column, torch.tensor(padded, dtype=torch.float32))
 
 
 @promise(DENSE, LAYOUT)
