@@ -47,6 +47,7 @@ STAND_IN = {
             def register_partition(self): ...
             claim_meta = get_data = check_consumption_status = put_samples = register_partition
             get_samples = clear_samples = close = save_checkpoint = load_checkpoint = register_partition
+            list_sample_ids = register_partition
     """,
     "data_plane/factory": """
         def build_data_plane_client(cfg, *, bootstrap=True):
@@ -185,9 +186,35 @@ def test_no_samples_are_nothing_to_do(client: Any) -> None:
 def test_clearing_without_ids_clears_the_partition_and_warns_of_nothing(client: Any) -> None:
     client.put_samples(["a"], "train", TensorDict({"x": torch.zeros(1)}, [1]))
     client.clear_samples(None, "train")
-    assert client.plane.list_sample_ids("train") == []
-    with pytest.warns(UserWarning, match="train"):
+    assert client.list_sample_ids("train") == []
+    with pytest.warns(RuntimeWarning, match="train"):
         client.clear_samples(None, "train")
+
+
+def test_a_partition_that_does_not_exist_has_nothing_to_list_or_clear(client: Any) -> None:
+    """``TQDataPlaneClient.list_sample_ids`` and ``clear_samples``: such a partition is as an empty one."""
+    assert client.list_sample_ids("unknown") == []
+    client.clear_samples(["a"], "unknown")
+    client.clear_samples([], "unknown")
+    with pytest.warns(RuntimeWarning, match="unknown"):
+        client.clear_samples(None, "unknown")
+
+
+def test_samples_are_listed_in_the_order_of_their_ids(client: Any) -> None:
+    """``DataPlaneClient.list_sample_ids``: "stable, sorted sample IDs"."""
+    client.put_samples(["b", "a"], "train", TensorDict({"x": torch.zeros(2)}, [2]))
+    assert client.list_sample_ids("train") == ["a", "b"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_partitions_and_fields_come_into_being_by_writing(client: Any) -> None:
+    """``TQReplayBuffer.commit``: the single controller writes to a partition that nobody has registered."""
+    columns = TensorDict({"input_ids": torch.ones(2, 3)}, [2])
+    client.put_samples(["a", "b"], "rollout_data", columns, [{"weight_version": 1}] * 2)
+    client.put_samples(["b"], "rollout_data", TensorDict({"prev_logprobs": torch.zeros(1, 3)}, [1]))
+    assert client.get_samples(["b"], "rollout_data", ["prev_logprobs"])["prev_logprobs"].shape == (1, 3)
+    client.put_samples(["c"], "train", TensorDict({"pixel_values": torch.zeros(1)}, [1]))
+    assert client.claim_meta("train", "work", ["pixel_values"], 1).sample_ids == ["c"]
 
 
 def test_a_checkpoint_brings_back_samples_and_metadata(client: Any, tmp_path: Path) -> None:
@@ -229,6 +256,24 @@ client.close()
         started.close()
 
 
+def test_a_client_can_be_sent_to_another_process(nemo_rl: Path) -> None:
+    """``SingleControllerActorArgs.dp_client``: built by the driver, sent to the controller's actor."""
+    register()
+    started = build(config("shm"))
+    script = """
+import pickle, sys, torch
+from tensordict import TensorDict
+client = pickle.load(sys.stdin.buffer)
+client.put_samples(["a"], "rollout_data", TensorDict({"x": torch.ones(1)}, [1]))
+client.close()
+"""
+    try:
+        run_with(nemo_rl, script, pickle.dumps(started))
+        assert started.list_sample_ids("rollout_data") == ["a"]
+    finally:
+        started.close()
+
+
 @pytest.mark.parametrize(
     ("backend", "impl"),
     [("memory", "local"), ("shm", "local"), ("simple", "transfer_queue"), ("mooncake_cpu", "transfer_queue")],
@@ -246,7 +291,8 @@ def test_sizes_may_be_in_a_table_of_the_backend() -> None:
             return {"storage_capacity": 7, "num_storage_units": 3}
 
     nested = {name: value for name, value in config("simple").items() if name not in SIZES}
-    tables = {"mooncake_cpu": {"global_segment_size": 1 << 36, "reuse_registered_buffers": True}}
+    tuning = {"reuse_registered_buffers": True, "cpu_staging_slots": 4, "cpu_staging_buffer_mb": 256}
+    tables = {"mooncake_cpu": {"global_segment_size": 1 << 36, **tuning}}
     for simple in ({"storage_capacity": 7, "num_storage_units": 3}, Table()):
         found = plane_config({**nested, **tables, "simple": simple})
         assert (found["storage_capacity"], found["num_storage_units"]) == (7, 3)

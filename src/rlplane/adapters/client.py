@@ -41,6 +41,7 @@ from rlplane.errors import (
     InvalidRequestError,
     PlaneConnectionError,
     SamplesLostError,
+    UnknownPartitionError,
 )
 from rlplane.interfaces import (
     DEFAULT_TIMEOUT_S,
@@ -156,6 +157,23 @@ class PlaneClient(DataPlaneClient):
             partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, flow, produces
         )
         yield from ask(wire.Register(spec), wire.Done)
+        link.specs.pop(partition_id, None)
+
+    def _declare_steps(
+        self, link: Link, partition_id: str, fields: Sequence[str], tasks: Sequence[str] = ()
+    ) -> Call[None]:
+        """Let the partition come into being, with these fields and tasks beside those that it has.
+
+        For the interfaces of others, in which a partition need not be registered.
+        """
+        try:
+            _, known = yield from link.describe(partition_id)
+            if set(fields) <= set(known.fields) and set(tasks) <= set(known.tasks):
+                return
+        except UnknownPartitionError:
+            pass
+        spec = PartitionSpec.checked(partition_id, list(fields), 0, list(tasks))
+        yield from ask(wire.Register(spec, extend=True), wire.Done)
         link.specs.pop(partition_id, None)
 
     def claim_meta(

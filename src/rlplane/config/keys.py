@@ -235,6 +235,8 @@ TABLES: dict[str, Table] = {
 NOT_READ = (
     "simple.storage_unit_placement",
     "mooncake_cpu.checkpoint",
+    "mooncake_cpu.cpu_staging_buffer_mb",
+    "mooncake_cpu.cpu_staging_slots",
     "mooncake_cpu.gdr_staging_buffer_mb",
     "mooncake_cpu.reuse_registered_buffers",
     "mooncake_cpu.staging_buffer_size",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
 from os import PathLike, fspath
 from typing import Any
 
@@ -10,7 +12,9 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from tensordict import TensorDict
 
 import rlplane
+from rlplane.adapters.client import PlaneClient
 from rlplane.columns.codec import materialize, row_lengths
+from rlplane.errors import UnknownPartitionError
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneConfig
 
 __all__ = ["RlplaneClient"]
@@ -72,9 +76,17 @@ class RlplaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not th
         fields: TensorDict | None = None,
         tags: list[dict[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """See :meth:`rlplane.DataPlaneClient.put_samples`. No samples are nothing to write."""
+        """See :meth:`rlplane.DataPlaneClient.put_samples`. No samples are nothing to write.
+
+        As with TransferQueue, partitions and fields come into being by writing: NeMo-RL's single controller
+        registers none, and the extras of a multimodal batch are not declared.
+        """
         if not sample_ids:
             return KVBatchMeta(partition_id=partition_id, task_name=None, sample_ids=[])
+        engine = getattr(self.plane, "inner", self.plane)
+        if isinstance(engine, PlaneClient):
+            names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
+            engine._call(engine._declare_steps, partition_id, names)
         return _their_meta(self.plane.put_samples(list(sample_ids), partition_id, fields, tags))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
@@ -91,12 +103,25 @@ class RlplaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not th
                 found[name] = _dense_if_even(column)
         return found
 
+    def list_sample_ids(self, partition_id: str) -> list[str]:
+        """The samples of a partition, sorted; none if it does not exist."""
+        try:
+            return sorted(self.plane.list_sample_ids(partition_id))
+        except UnknownPartitionError:
+            return []
+
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        """See :meth:`rlplane.DataPlaneClient.clear_samples`. ``None`` clears all that the partition has."""
+        """See :meth:`rlplane.DataPlaneClient.clear_samples`. ``None`` clears all that the partition has.
+
+        In a partition that does not exist there is nothing to clear.
+        """
         if sample_ids is None:
-            # None again if there is nothing: the plane warns.
-            sample_ids = self.plane.list_sample_ids(partition_id) or None
-        self.plane.clear_samples(None if sample_ids is None else list(sample_ids), partition_id)
+            sample_ids = self.list_sample_ids(partition_id)
+            if not sample_ids:
+                warnings.warn(f"nothing to clear in partition {partition_id!r}", RuntimeWarning, stacklevel=2)
+        if sample_ids:
+            with suppress(UnknownPartitionError):
+                self.plane.clear_samples(list(sample_ids), partition_id)
 
     def save_checkpoint(
         self, checkpoint_dir: str | PathLike[str], *, metadata: dict[str, Any] | None = None

@@ -20,7 +20,6 @@ from rlplane.adapters.client import PlaneClient
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, ask
 from rlplane.compat.transfer_queue.metadata import BatchMeta, KVBatchMeta
-from rlplane.control.rules import PartitionSpec
 from rlplane.errors import (
     ClaimTimeoutError,
     InvalidRequestError,
@@ -157,21 +156,6 @@ def list_keys(
 # Writing
 
 
-def declare(
-    engine: PlaneClient, link: Link, partition_id: str, fields: Sequence[str], tasks: Sequence[str] = ()
-) -> Call[None]:
-    """Let the partition come into being, with these fields and tasks beside those that it has."""
-    try:
-        _, known = yield from link.describe(partition_id)
-        if set(fields) <= set(known.fields) and set(tasks) <= set(known.tasks):
-            return
-    except UnknownPartitionError:
-        pass
-    spec = PartitionSpec.checked(partition_id, list(fields), 0, list(tasks))
-    yield from ask(wire.Register(spec, extend=True), wire.Done)
-    link.specs.pop(partition_id, None)
-
-
 def write(
     engine: PlaneClient,
     link: Link,
@@ -183,7 +167,7 @@ def write(
     """Put samples into a partition that is made by it, if need be."""
     names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
     for _ in range(_ATTEMPTS):
-        yield from declare(engine, link, partition_id, names)
+        yield from engine._declare_steps(link, partition_id, names)
         try:
             yield from engine._put_steps(
                 link, ids, partition_id, fields, tags, timeout_s=DEFAULT_TIMEOUT_S, must_exist=False
@@ -375,7 +359,7 @@ def insert(
     engine: PlaneClient, link: Link, partition_id: str, names: Sequence[str], count: int
 ) -> Call[BatchMeta]:
     """Make samples without keys, for which ``names`` will be written."""
-    yield from declare(engine, link, partition_id, names)
+    yield from engine._declare_steps(link, partition_id, names)
     batch = uuid.uuid4().hex
     ids = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
     yield from write(engine, link, ids, partition_id, None, [{} for _ in ids])
@@ -467,7 +451,7 @@ def take_first(
     timeout_s: float,
 ) -> Call[BatchMeta]:
     """Consume the first samples that are ready; an empty batch if there are too few in time."""
-    yield from declare(engine, link, partition_id, names, [task_name])
+    yield from engine._declare_steps(link, partition_id, names, [task_name])
     request = wire.ClaimRequest(partition_id, task_name, names, batch_size, True, timeout_s)
     try:
         claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s)
@@ -485,7 +469,7 @@ def consumption(
     """The indexes of a partition, and for each whether the task has consumed it; None without a partition."""
     if partition_id not in (yield from list_partitions(engine, link)):
         return None, None
-    yield from declare(engine, link, partition_id, [], [task_name])
+    yield from engine._declare_steps(link, partition_id, [], [task_name])
     seen = yield from inspect(engine, link, partition_id, None)
     return torch.tensor(seen.numbers), torch.from_numpy(seen.tasks[task_name].astype(np.int8))
 

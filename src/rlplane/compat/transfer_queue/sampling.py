@@ -29,7 +29,7 @@ _IS_MEMORY = {"is_memory": True}
 def make_room_for_sampler(engine: PlaneClient, link: Link) -> Call[None]:
     """Make the sample that holds what the sampler remembers. Whoever has claimed it may use the sampler: a
     process that dies gives it back."""
-    yield from calls.declare(engine, link, calls.HIDDEN, [], [_TASK])
+    yield from engine._declare_steps(link, calls.HIDDEN, [], [_TASK])
     yield from calls.write(engine, link, [_MEMORY], calls.HIDDEN, None, [_IS_MEMORY])
 
 
@@ -44,7 +44,7 @@ def choose(
     sampling_config: dict[str, Any],
 ) -> Call[BatchMeta]:
     """The batch that the sampler chooses; an empty one while it cannot choose."""
-    yield from calls.declare(engine, link, partition_id, names, [task_name])
+    yield from engine._declare_steps(link, partition_id, names, [task_name])
 
     def look() -> Call[BatchMeta]:
         seen = yield from calls.inspect(engine, link, partition_id, None, with_kinds=True)
