@@ -37,6 +37,19 @@ def put(plane, *ids, value=1):
     plane.put_samples(list(ids), "flow", data)
 
 
+def test_a_script_that_fails_without_closing_shows_its_own_error_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import rlplane\n"
+        "client = rlplane.build_data_plane_client(rlplane.load_config('shm'))\n"
+        "client.register_partition('flow', ['x'], 1, ['train'])\n"
+        "raise ValueError('mine')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert "ValueError: mine" in done.stderr
+    assert "Exception ignored" not in done.stderr, done.stderr
+
+
 def in_child(function):
     """Run in a forked child and return what it printed through a pipe."""
     read_fd, write_fd = os.pipe()

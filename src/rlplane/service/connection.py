@@ -284,8 +284,10 @@ class SocketConnection:
 
     def __del__(self) -> None:
         # Dropped without close: for the service, this client has died.
-        with contextlib.suppress(AttributeError):
+        try:
             self._lifeline.close()
+        except Exception:  # not contextlib: at the end of the interpreter the module may be gone
+            pass
 
     def _introduce(self, *, resumes: bool = False) -> Lifeline:
         hello = wire.Hello(wire.PROTOCOL_VERSION, self._token, os.getpid(), self._bootstrap)
@@ -468,7 +470,10 @@ class _Channel:
         self._socket.close()
 
     def __del__(self) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception:  # as above: then the system closes the socket
+            pass
 
 
 def encoded(envelope: wire.Envelope) -> bytes:
