@@ -68,7 +68,7 @@ def test_transfer_queues_own_tests_pass_on_our_plane(tmp_path: Path) -> None:
     options += ["-p", "tests.integration.transfer_queue_stand_in"]
     roots = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", *options, *unwanted, *modules],
+        [sys.executable, "-m", "pytest", "-p", "no:slipcover", "-v", *options, *unwanted, *modules],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(roots),

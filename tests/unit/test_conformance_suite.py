@@ -19,7 +19,7 @@ CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
 
 
 def run_pytest(*arguments, cwd):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "no:slipcover", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
 
 
