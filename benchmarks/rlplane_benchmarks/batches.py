@@ -9,16 +9,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane_benchmarks.images import ImageBatch
 from rlplane_benchmarks.plan import Workload
 
-__all__ = ["Batch", "Columns", "make_batches", "scattered_order", "touch"]
+__all__ = ["Batch", "Columns", "Words", "make_batches", "scattered_order", "touch", "words_of"]
 
 Columns: TypeAlias = dict[str, tuple[Tensor | list[Tensor], Sequence[int] | None]]
 """What a reader got: by field, its values (one tensor, or one per row) and, if ragged, the rows' lengths."""
+
+Words: TypeAlias = NDArray[np.int64] | NDArray[np.uint8]
 
 # What GRPO stores for a token: 25 bytes in six columns.
 _GRPO_FIELDS = {
@@ -155,21 +158,22 @@ def scattered_order(rows: int, number: int) -> list[int]:
     return order
 
 
-def touch(columns: Columns) -> int:
-    """Read every byte, as a user of the batch does: a get without a copy has its page faults here."""
-    total = 0
+def words_of(columns: Columns) -> list[Words]:
+    """What :func:`touch` reads, without reading it: a tensor costs as much to look into as some kilobytes to
+    read, which is the bench's own time and not that of whoever handed it out."""
+    found: list[Words] = []
     for value, _ in columns.values():
         # Rows may share a tensor.
         for part in {id(part): part for part in value}.values() if isinstance(value, list) else (value,):
-            total += _sum_of_words(part)
-    return total
+            if not part.is_contiguous():
+                raise ValueError("a column is contiguous, or a part of reading it would not be measured")
+            flat = part.detach().view(-1).view(torch.uint8).numpy()
+            whole = len(flat) // 8 * 8 if part.data_ptr() % 8 == 0 else 0
+            found += [piece for piece in (flat[:whole].view(np.int64), flat[whole:]) if len(piece)]
+    return found
 
 
-def _sum_of_words(value: Tensor) -> int:
+def touch(words: Sequence[Words]) -> int:
+    """Read every byte, as a user of the batch does: a get without a copy has its page faults here."""
     # With numpy: torch would wake its threads for every tensor, and a column of images has a thousand.
-    flat = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    whole = len(flat) // 8 * 8
-    if not whole or value.data_ptr() % 8:
-        return int(flat.sum())
-    total = int(np.add.reduce(flat[:whole].view(np.int64)))
-    return total + int(flat[whole:].sum()) if whole < len(flat) else total
+    return sum([int(np.add.reduce(piece)) for piece in words])

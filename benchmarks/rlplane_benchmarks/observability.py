@@ -28,7 +28,7 @@ from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 from rlplane.observability import MetricsDataPlaneClient
-from rlplane_benchmarks.batches import touch
+from rlplane_benchmarks.batches import touch, words_of
 
 __all__ = ["render", "run"]
 
@@ -157,7 +157,7 @@ def _verified(
                 client.put_samples(ids, "bench", fields)
                 written = time.perf_counter()
                 got = client.get_samples(ids, "bench", names)
-                touch({field: (got.get(field)._values, None) for field in names})
+                touch(words_of({field: (got.get(field)._values, None) for field in names}))
                 ended = time.perf_counter()
                 del got
                 client.clear_samples(ids, "bench")

@@ -95,7 +95,7 @@ class Worker:
         The result has the seconds of the call alone, of the call with a read of every byte, and of dropping
         the result; and what was wrong with the rows, or None.
         """
-        from rlplane_benchmarks.batches import scattered_order, touch
+        from rlplane_benchmarks.batches import scattered_order, touch, words_of
 
         batch = self._batches[name]
         batch.stamp(number)
@@ -108,9 +108,11 @@ class Worker:
         result = self._store.get(batch, ids, order, references)
         called = time.perf_counter()
         columns = self._store.columns(result)
+        words = words_of(columns)
         touching = time.perf_counter()
-        touch(columns)
+        touch(words)
         touched = time.perf_counter()
+        del words
         wrong = batch.difference(columns, order)
         dropping = time.perf_counter()
         del result, columns

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlplane_benchmarks.batches import Batch, Columns, make_batches, scattered_order, touch
+from rlplane_benchmarks.batches import Batch, Columns, make_batches, scattered_order, touch, words_of
 from rlplane_benchmarks.cluster import full_cluster_plan, quick_cluster_plan
 from rlplane_benchmarks.cycles import CyclesDone, check_numbers
 from rlplane_benchmarks.images import ImageBatch
@@ -133,11 +133,17 @@ def test_rows_of_a_prompt_that_share_an_image_hold_the_same_tensor() -> None:
 
 def test_touching_reads_every_word_and_the_odd_bytes_at_the_end() -> None:
     value = torch.zeros(21, dtype=torch.uint8)
-    before = touch({"a": (value, None)})
+    words = words_of({"a": (value, None), "b": ([value[:8], value[1:], value[:0]], None)})
+    assert touch(words) == 0
     for at in range(21):
         value[at] = 1
-        assert touch({"a": (value, None)}) != before
+        assert touch(words[:2]) and touch(words[2:])
         value[at] = 0
+
+
+def test_what_has_to_be_copied_before_it_can_be_touched_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        words_of({"a": (torch.zeros(4, 4).T, None)})
 
 
 def test_scaling_keeps_every_part_and_changes_its_size() -> None:

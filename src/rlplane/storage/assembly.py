@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import NonTensorData, NonTensorStack
+from tensordict import NonTensorStack
 from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -414,4 +414,8 @@ def stack_objects(rows: list[Any]) -> NonTensorStack:
     """One object per row, each in a NonTensorData of its own, so that lists stay objects."""
     if set(map(type, rows)) <= _SIMPLE:
         return NonTensorStack(*rows)
-    return NonTensorStack(*[NonTensorData(row, batch_size=[]) for row in rows])
+    # The constructor of NonTensorData takes three times as long for an object as for None.
+    stack = NonTensorStack(*[None] * len(rows))
+    for member, row in zip(stack.tensordicts, rows, strict=True):
+        member._non_tensordict["data"] = row
+    return stack

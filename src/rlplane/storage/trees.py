@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
@@ -148,16 +148,6 @@ def _identity(value: Tensor) -> tuple[Any, ...]:
     )
 
 
-class _Reference(NamedTuple):
-    """A tensor or an array that has not been read yet."""
-
-    code: int
-    dtype: str
-    shape: tuple[int, ...]
-    at: int
-    size: int
-
-
 class TreeReader:
     """Reads rows of a block of trees, or one leaf of each.
 
@@ -197,41 +187,40 @@ class TreeReader:
 
 
 class _Opener:
-    """Makes values of references."""
+    """Makes values of references. A read has thousands of them, and every call is a measurable part of it."""
 
     def __init__(self, name: str, bulk_end: int, own: Own, allow_pickle: bool) -> None:
         self.name = name
         self._bulk_end, self._own, self._allow_pickle = bulk_end, own, allow_pickle
-        self._read: dict[_Reference, Any] = {}
+        self._read: dict[bytes, Any] = {}
 
     def reference(self, code: int, data: memoryview) -> Any:
         """What stands in a structure, with tensors and arrays unread."""
-        if code not in (_TENSOR, _ARRAY):
-            return open_ext(code, data, allow_pickle=self._allow_pickle)
-        return _Reference(code, *_references.decode(data))
+        if code in (_TENSOR, _ARRAY):
+            return Ext(code, bytes(data))
+        return open_ext(code, data, allow_pickle=self._allow_pickle)
 
-    def open(self, code: int, data: memoryview) -> Any:
+    def open(self, code: int, data: memoryview | bytes) -> Any:
         """What stands in a structure, read."""
-        found = self.reference(code, data)
-        return self._value(found) if type(found) is _Reference else found
+        if code not in (_TENSOR, _ARRAY):
+            return open_ext(code, memoryview(data), allow_pickle=self._allow_pickle)
+        # Rows that share a tensor get the same one again, as they had it when they were written.
+        key = bytes(data)
+        found = self._read.get(key)
+        if found is None:
+            found = self._read[key] = self._fresh(code, key)
+        return found
 
     def resolved(self, tree: Any) -> Any:
         """A tree with its references read."""
-        if type(tree) is _Reference:
-            return self._value(tree)
+        if type(tree) is Ext:
+            return self.open(tree.code, tree.data)
         if type(tree) is dict:
             return {key: self.resolved(item) for key, item in tree.items()}
         return [self.resolved(item) for item in tree] if type(tree) is list else tree
 
-    def _value(self, wanted: _Reference) -> Any:
-        # Rows that share a tensor get the same one again, as they had it when they were written.
-        found = self._read.get(wanted)
-        if found is None:
-            found = self._read[wanted] = self._fresh(wanted)
-        return found
-
-    def _fresh(self, wanted: _Reference) -> Any:
-        code, dtype, shape, at, size = wanted
+    def _fresh(self, code: int, reference: bytes) -> Any:
+        dtype, shape, at, size = _references.decode(reference)
         if not 0 <= at <= at + size <= self._bulk_end:
             self.raise_torn()
         if code == _ARRAY:
@@ -252,8 +241,7 @@ class _Opener:
 
 def references_in(structure: memoryview) -> list[tuple[int, int]]:
     """Where the bytes begin and end that one row refers to."""
-    found = (reference for _, reference in _walk(_lazily.decode(structure), ""))
-    return [(reference.at, reference.at + reference.size) for reference in found if reference.size]
+    return [(at, at + size) for _, at, size in _walk(_lazily.decode(structure), "") if size]
 
 
 def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0) -> tuple[list[str], Pieces]:
@@ -270,23 +258,22 @@ def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0)
     found: list[tuple[int, int, int, int]] = []
     for row in range(len(offsets) - 1):
         tree = _lazily.decode(structures[offsets[row] - begin : offsets[row + 1] - begin])
-        for path, wanted in _walk(tree, ""):
-            if wanted.size:
+        for path, at, size in _walk(tree, ""):
+            if size:
                 leaf = leaves.setdefault(path, len(leaves))
-                found.append((row, leaf, wanted.at, wanted.at + wanted.size))
+                found.append((row, leaf, at, at + size))
     return list(leaves), np.array(found, PIECE)
 
 
-def _lazy_reference(code: int, data: memoryview) -> Any:
-    return _Reference(code, *_references.decode(data)) if code in (_TENSOR, _ARRAY) else None
+_lazily = msgspec.msgpack.Decoder()  # leaves what stands for a value as it is
 
 
-_lazily = msgspec.msgpack.Decoder(ext_hook=_lazy_reference)
-
-
-def _walk(tree: Any, path: str) -> Iterator[tuple[str, _Reference]]:
-    if type(tree) is _Reference:
-        yield path, tree
+def _walk(tree: Any, path: str) -> Iterator[tuple[str, int, int]]:
+    """The paths of all tensors and arrays, where they begin, and how many bytes they have."""
+    if type(tree) is Ext:
+        if tree.code in (_TENSOR, _ARRAY):
+            _, _, at, size = _references.decode(tree.data)
+            yield path, at, size
     elif type(tree) is dict or type(tree) is list:
         for key, item in tree.items() if type(tree) is dict else enumerate(tree):
             yield from _walk(item, f"{path}.{key}" if path else str(key))

@@ -100,7 +100,8 @@ class _LeasedPlaces:
 
     def __init__(self, segments: Segments, located: Located, lease: ReadLease) -> None:
         self._segments, self._located, self._lease = segments, located, lease
-        self._shared: dict[int, Bytes] = {}
+        self._shared: dict[int, Bytes] = {}  # held, or a segment could be unmapped meanwhile
+        self._addresses: dict[int, int] = {}
         self._private: dict[tuple[int, torch.dtype], Tensor] = {}
         self.nbytes = 0
 
@@ -114,14 +115,19 @@ class _LeasedPlaces:
     def own(self, block: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         size = stop - start
         self.nbytes += size
-        index, at, _ = self._located.blocks[block]
-        place = self._located.places[index]
         if size < _WORTH_MAPPING:
-            copy = torch.empty(shape, dtype=dtype, device=HOST)
-            number, offset, _ = place.at
-            segment = self._segments.whole(number)  # held, or it could be unmapped meanwhile
-            memmove(copy.data_ptr(), segment.data_ptr() + offset + at + start, size)
+            address = self._addresses.get(block)
+            if address is None:
+                address = self._addresses[block] = self.read(block).ctypes.data
+            # torch takes half as long again to read a shape that comes as a tuple.
+            copy = (
+                torch.empty(*shape, dtype=dtype, device=HOST)
+                if shape
+                else torch.empty((), dtype=dtype, device=HOST)
+            )
+            memmove(copy.data_ptr(), address + start, size)
             return copy
+        index, at, _ = self._located.blocks[block]
         private = self._private.get((index, dtype))
         if private is None:
             private = self._private[index, dtype] = self._typed(index, dtype)
