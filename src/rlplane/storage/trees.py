@@ -214,7 +214,7 @@ class _Opener:
     def resolved(self, tree: Any) -> Any:
         """A tree with its references read."""
         if type(tree) is Ext:
-            return self.open(tree.code, tree.data)
+            return self.open(tree.code, bytes(tree.data))
         if type(tree) is dict:
             return {key: self.resolved(item) for key, item in tree.items()}
         return [self.resolved(item) for item in tree] if type(tree) is list else tree

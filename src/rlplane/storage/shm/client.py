@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -100,8 +99,8 @@ class _LeasedPlaces:
 
     def __init__(self, segments: Segments, located: Located, lease: ReadLease) -> None:
         self._segments, self._located, self._lease = segments, located, lease
-        self._shared: dict[int, Bytes] = {}  # held, or a segment could be unmapped meanwhile
-        self._addresses: dict[int, int] = {}
+        self._shared: dict[int, Bytes] = {}
+        self._addresses: dict[int, tuple[int, Tensor]] = {}
         self._private: dict[tuple[int, torch.dtype], Tensor] = {}
         self.nbytes = 0
 
@@ -116,24 +115,34 @@ class _LeasedPlaces:
         size = stop - start
         self.nbytes += size
         if size < _WORTH_MAPPING:
-            address = self._addresses.get(block)
-            if address is None:
-                address = self._addresses[block] = self.read(block).ctypes.data
+            known = self._addresses.get(block)
+            if known is None:
+                known = self._addresses[block] = self._address(block)
             # torch takes half as long again to read a shape that comes as a tuple.
             copy = (
                 torch.empty(*shape, dtype=dtype, device=HOST)
                 if shape
                 else torch.empty((), dtype=dtype, device=HOST)
             )
-            memmove(copy.data_ptr(), address + start, size)
+            memmove(copy.data_ptr(), known[0] + start, size)
             return copy
         index, at, _ = self._located.blocks[block]
         private = self._private.get((index, dtype))
         if private is None:
             private = self._private[index, dtype] = self._typed(index, dtype)
         # One view, because a read of trees makes thousands of them.
-        strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-        return private.as_strided(shape, strides, (at + start) // dtype.itemsize)
+        strides, step = [], 1
+        for length in reversed(shape):
+            strides.append(step)
+            step *= length
+        return private.as_strided(shape, strides[::-1], (at + start) // dtype.itemsize)
+
+    def _address(self, block: int) -> tuple[int, Tensor]:
+        """Where a block begins, and the segment, which could be unmapped meanwhile if nobody held it."""
+        index, at, _ = self._located.blocks[block]
+        number, offset, _ = self._located.places[index].at
+        segment = self._segments.whole(number)
+        return segment.data_ptr() + offset + at, segment
 
     def _typed(self, index: int, dtype: torch.dtype) -> Tensor:
         """The reader's own view of a place, as elements of a dtype."""
