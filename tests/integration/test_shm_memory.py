@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tests.integration import shm_workers as workers
 
 from rlplane.config import load_config
@@ -39,6 +40,23 @@ def rows(count, nbytes_each):
 
 def resident(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+def test_a_column_and_a_leaf_are_saved_without_what_else_their_put_wrote():
+    with make_plane() as plane:
+        plane.register_partition("images", ["x", "y"], 4, ["train"])
+        images = [{"image": torch.full((64, 64, 64), seed), "size": torch.tensor(seed)} for seed in range(4)]
+        trees = NonTensorStack(*[NonTensorData(row) for row in images])
+        plane.put_samples(list("abcd"), "images", TensorDict({"x": torch.ones(4, 2**18), "y": trees}, [4]))
+        got = plane.get_samples(list("abcd"), "images", ["x", "y"])
+        read = got.get("y").tolist()
+        for row, image in zip(read, images, strict=True):
+            assert all(torch.equal(row[name], image[name]) for name in image)
+        for value in (got["x"], read[2]["image"], read[2]["size"]):
+            assert len(pickle.dumps(value)) < value.nbytes + 4096
+        del got, read, row, value
+        gc.collect()
+        workers.wait_until(lambda: plane.service_status()["leases"] == 0)
 
 
 def test_a_thousand_steps_hold_the_arena_and_every_process_flat():
@@ -330,7 +348,7 @@ def test_a_segment_that_somebody_deleted_is_a_clear_error():
 FULL = """
 import threading
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 plane = build_data_plane_client(load_config("shm", {"global_segment_size": "256 MiB"}))

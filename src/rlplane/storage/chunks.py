@@ -23,7 +23,7 @@ from rlplane.storage.layout import EncodedColumn, fill
 from rlplane.storage.leases import ReadLease
 from rlplane.storage.places import FieldRows, Located, Loss, Place, RowsLostError
 from rlplane.storage.rows import stretches
-from rlplane.storage.scratch import scratch
+from rlplane.storage.scratch import scratch, tensor_at
 
 __all__ = ["Chunk", "ChunkStore", "ChunkedStorage", "ChunksLostError", "chunk_keys", "chunks_of"]
 
@@ -161,9 +161,9 @@ class _FetchedPlaces:
     def own(self, block: int, start: int, stop: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         index, at, _ = self._located.blocks[block]
         begin = self._bases[index] + at + start
-        if self._may_share and begin % dtype.itemsize == 0:
+        if self._may_share and begin % dtype.itemsize == 0 and start < stop:
             self.nbytes += stop - start
-            return self._buffer[begin : begin + stop - start].view(dtype).view(shape)
+            return tensor_at(self._bytes, begin, dtype, shape)
         copy = self.empty(stop - start)
         copy_all([(copy.data_ptr(), self._buffer.data_ptr() + begin, stop - start)])
         return copy.view(dtype).view(shape)

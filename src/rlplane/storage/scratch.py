@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import threading
@@ -28,6 +29,7 @@ __all__ = [
     "out_of_memory",
     "populate",
     "scratch",
+    "tensor_at",
     "unmap_pages",
 ]
 
@@ -139,6 +141,16 @@ def array_at(address: int, size: int) -> NDArray[np.uint8]:
     """The bytes at an address, as an array that can be referred to weakly."""
     memory: memoryview = _memory_at(address, size, _WRITABLE)
     return np.frombuffer(memory, np.uint8).view(_Bytes)
+
+
+def tensor_at(memory: NDArray[np.uint8], start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The bytes of ``memory`` from ``start`` on, without a copy, as a tensor that is not empty.
+
+    It is no slice of a larger tensor: whoever pickles a slice sends all that it is a slice of.
+    """
+    flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
+    # torch takes half as long again to read a shape that comes as a tuple.
+    return flat.view(*shape) if shape else flat.view(())
 
 
 def out_of_memory(error: OSError, what: str) -> CapacityError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -381,3 +382,10 @@ def test_references_that_were_written_over_are_noticed() -> None:
     structure[at : at + 2] = torch.tensor([0xFF, 0xFF], dtype=torch.uint8)
     with pytest.raises(DataPlaneError, match="the rows of field 'f' are damaged"):
         blocks.get([(0, 0)])
+
+
+def test_a_leaf_is_saved_without_the_others_of_its_read(blocks: Blocks) -> None:
+    rows = [{"t": random_tensor([100, 100], torch.bfloat16, seed)} for seed in range(8)]
+    blocks.put(stack(rows), len(rows))
+    for row in blocks.get([(0, position) for position in range(len(rows))]).tolist():
+        assert len(pickle.dumps(row["t"])) < 1.5 * row["t"].nbytes

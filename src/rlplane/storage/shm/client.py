@@ -17,7 +17,7 @@ from rlplane.storage.dtypes import HOST
 from rlplane.storage.layout import EncodedColumn, fill
 from rlplane.storage.leases import ReadLease, detach_all
 from rlplane.storage.places import Located, Place
-from rlplane.storage.scratch import scratch
+from rlplane.storage.scratch import scratch, tensor_at
 from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.host import read_spare, write_spare
 from rlplane.storage.shm.mapping import Segments
@@ -101,7 +101,7 @@ class _LeasedPlaces:
         self._segments, self._located, self._lease = segments, located, lease
         self._shared: dict[int, Bytes] = {}
         self._addresses: dict[int, tuple[int, Tensor]] = {}
-        self._private: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._private: dict[int, Bytes] = {}
         self.nbytes = 0
 
     def read(self, block: int) -> Bytes:
@@ -118,7 +118,7 @@ class _LeasedPlaces:
             known = self._addresses.get(block)
             if known is None:
                 known = self._addresses[block] = self._address(block)
-            # torch takes half as long again to read a shape that comes as a tuple.
+            # With ``*``, because torch takes half as long again to read a shape that comes as a tuple.
             copy = (
                 torch.empty(*shape, dtype=dtype, device=HOST)
                 if shape
@@ -127,15 +127,11 @@ class _LeasedPlaces:
             memmove(copy.data_ptr(), known[0] + start, size)
             return copy
         index, at, _ = self._located.blocks[block]
-        private = self._private.get((index, dtype))
+        private = self._private.get(index)
         if private is None:
-            private = self._private[index, dtype] = self._typed(index, dtype)
-        # One view, because a read of trees makes thousands of them.
-        strides, step = [], 1
-        for length in reversed(shape):
-            strides.append(step)
-            step *= length
-        return private.as_strided(shape, strides[::-1], (at + start) // dtype.itemsize)
+            place = self._located.places[index]
+            private = self._private[index] = self._segments.private(place, self._lease).numpy()
+        return tensor_at(private, at + start, dtype, shape)
 
     def _address(self, block: int) -> tuple[int, Tensor]:
         """Where a block begins, and the segment, which could be unmapped meanwhile if nobody held it."""
@@ -143,15 +139,6 @@ class _LeasedPlaces:
         number, offset, _ = self._located.places[index].at
         segment = self._segments.whole(number)
         return segment.data_ptr() + offset + at, segment
-
-    def _typed(self, index: int, dtype: torch.dtype) -> Tensor:
-        """The reader's own view of a place, as elements of a dtype."""
-        if dtype is torch.uint8:
-            return self._segments.private(self._located.places[index], self._lease)
-        private = self._private.get((index, torch.uint8))
-        if private is None:
-            private = self._private[index, torch.uint8] = self._typed(index, torch.uint8)
-        return private[: private.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
     def empty(self, nbytes: int) -> Tensor:
         self.nbytes += nbytes
