@@ -30,7 +30,7 @@ def lost_rows(
         if chunks is None:
             continue
         is_known = not layout.has_offsets or layout.offsets is not None
-        rows = _rows_in(layout, start, chunks) if is_known and not chunks.all() else None
+        rows = _rows_in(layout, start, chunks) if is_known and len(chunks) > 1 else None
         if rows is None or rows.any():
             found[block] = rows
     return found

@@ -259,6 +259,26 @@ def test_lost_is_exactly_what_cannot_be_read_any_more(
             assert client.peek_meta("p", fields=[field]).sample_ids == readable
 
 
+def test_a_row_without_bytes_is_not_lost_with_all_chunks_of_its_place() -> None:
+    plane = ChunkPlane()
+    with (
+        mock.patch.object(keyed, "CHUNK_BYTES", 16),
+        mock.patch.object(chunks_module, "CHUNK_BYTES", 16),
+        plane.client() as client,
+    ):
+        client.register_partition("p", ["dense", "ragged"], 0, ["t"], flow={"on_lost": "keep"})
+        empty = torch.nested.as_nested_tensor([torch.zeros(0, 2)], layout=torch.jagged)
+        columns = TensorDict({"dense": torch.zeros(1, 12), "ragged": empty}, batch_size=[1])
+        client.put_samples(["a"], "p", columns)
+        assert len(plane.store.values) > 1 and _can_read(client, "a", "ragged")
+        gone = tuple(plane.store.values)
+        plane.store.values.clear()
+        assert _can_read(client, "a", "ragged") and not _can_read(client, "a", "dense")
+        client._link().request(wire.Lost(Loss(chunks=gone)), wire.Done)
+        assert client.peek_meta("p", fields=["ragged"]).sample_ids == ["a"]
+        assert client.peek_meta("p", fields=["dense"]).sample_ids == []
+
+
 def _can_read(client: ChunkClient, sample_id: str, field: str) -> bool:
     link = client._link()
     located = link.request(wire.Locate("p", [sample_id], [field]), wire.Located)
