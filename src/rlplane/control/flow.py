@@ -103,9 +103,10 @@ class FlowState:
     def _issue(self, count: int) -> Rows:
         """The next tickets: those that came back first, in order."""
         again = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
-        new = np.arange(self._next_ticket, self._next_ticket + count - len(again))
-        self._next_ticket += len(new)
-        self._make_room(again[0] if again else self._next_ticket)
+        first_new = self._next_ticket
+        self._next_ticket += count - len(again)
+        new = np.arange(first_new, self._next_ticket)
+        self._make_room(again[0] if again else first_new)
         if not again:
             return new
         self._first_open = min(self._first_open, again[0])

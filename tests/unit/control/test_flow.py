@@ -163,6 +163,16 @@ def test_a_step_that_a_dead_trainer_had_is_trained_before_the_next() -> None:
     assert claim(state, 9, "y", task="train") == ["c", "d"]
 
 
+def test_a_step_of_any_size_is_admitted_and_trained_whole() -> None:
+    state = flow("in_order", max_staleness=0, batch=100)
+    ids = [f"s{number}" for number in range(200)]
+    write(state, ids, "x")
+    for version, of_step in enumerate((ids[:100], ids[100:])):
+        state.advance("p", version)
+        assert claim(state, 200, task="rollout") == of_step
+        assert claim(state, 100, task="train") == of_step
+
+
 def test_a_step_that_was_being_trained_at_a_dump_is_trained_before_the_next() -> None:
     state = flow("in_order", max_staleness=1, batch=2)
     write(state, "abcd", "x")
