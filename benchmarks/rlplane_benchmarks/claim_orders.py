@@ -58,7 +58,7 @@ def _costs(
             for _ in ids
         ]
         state.put(Put(_PARTITION, ids, {_FIELD: start}, tags))
-    if flow is not None and flow.kind == "in_order":
+    if flow is not None and flow.is_gated and task == _TRAIN:
         while _taken(state, Claim(_PARTITION, _ROLLOUT, [_FIELD], _PUT_AT_ONCE)):
             pass
     gc.collect()

@@ -53,7 +53,12 @@ class Claims:
     def claim(self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int) -> Batch:
         """Hand up to ``count`` ready samples to the task."""
         table = self._table
-        rows = queue.pop(count, self._match_of(task, claim))
+        step = self._flow_control.step_of(task)
+        if step is None or table.spec.group_size:
+            rows = queue.pop(count, self._match_of(claim, step))
+        else:
+            rows = self._ready_in_step(queue, claim, step)[:count]
+            queue.take(rows)
         if len(rows):
             self._flow_control.note_claim(task, rows)
             if task.kept:
@@ -69,9 +74,6 @@ class Claims:
         """How many samples, or more than are there, a claim that does not wait may have."""
         if self._is_limited(task, claim):
             return self._fit(task, queue, claim)[0]
-        step = self._flow_control.step_of(task)
-        if step is not None and not self._table.spec.group_size:
-            return min(claim.batch_size, self._ready_in_step(task, claim, step))
         return claim.batch_size
 
     def _is_limited(self, task: TaskCursor, claim: Claim) -> bool:
@@ -85,7 +87,7 @@ class Claims:
         """How many of the next samples fit into the claim's limits, and whether one is used up."""
         count = tokens = 0
         gate = self._flow_control.gate(task)
-        for rows in queue.units(self._match_of(task, claim)):
+        for rows in queue.units(self._match_of(claim, self._flow_control.step_of(task))):
             room = queue.room_of(rows)
             if count + room > claim.batch_size:
                 if not count:
@@ -173,16 +175,16 @@ class Claims:
             if ready >= claim.batch_size:
                 return claim.batch_size
         elif not self._is_limited(task, claim):
-            match = self._match_of(task, claim)
+            match = self._match_of(claim, step)
             if step is not None and not spec.group_size:
-                ready = self._ready_in_step(task, claim, step)
+                ready = len(self._ready_in_step(queue, claim, step))
             else:
                 # What is of the step changes with the step: it is not remembered.
                 ready = queue.count(claim.batch_size, match, claim if step is None else None)
             if ready >= claim.batch_size:
                 return claim.batch_size
         else:
-            match = self._match_of(task, claim)
+            match = self._match_of(claim, step)
             ready, is_full = self._fit(task, queue, claim)
             if is_full:
                 return ready
@@ -212,12 +214,11 @@ class Claims:
         left = self._remaining(task, self._matches(claim))
         return left < (claim.dp_world * (self._table.spec.group_size or 1) if claim.step is not None else 1)
 
-    def _ready_in_step(self, task: TaskCursor, claim: Claim, step: int) -> int:
-        """How many samples of a step are ready for a claim, without a look at what is not of the step."""
-        rows = self._flow_control.rows_of_step(step)
-        rows = rows[~task.claimed[rows] & self._table.have(rows, claim.fields)]
-        matches = self._matches(claim)
-        return len(rows) if matches is None else int(np.count_nonzero(matches(rows)))
+    def _ready_in_step(self, queue: ReadyQueue, claim: Claim, step: int) -> Rows:
+        """The samples of a step that are ready for a claim, in the order of the queue, without a look at what
+        is not of the step."""
+        rows, matches = queue.among(self._flow_control.rows_of_step(step)), self._matches(claim)
+        return rows if matches is None else rows[matches(rows)]
 
     def _remaining(self, task: TaskCursor, match: Match | None, step: int | None = None) -> int:
         """How many samples (of a step) this claim could still get, ready or not, if nothing new is
@@ -289,10 +290,9 @@ class Claims:
 
     # Which rows a claim may have
 
-    def _match_of(self, task: TaskCursor, claim: Claim) -> Match | None:
-        """Which rows a claim may have; None: any."""
+    def _match_of(self, claim: Claim, step: int | None) -> Match | None:
+        """Which rows a claim may have, of a step if the policy keeps steps apart; None: any."""
         matches, policy = self._matches(claim), self._table.spec.flow
-        step = None if policy is None else self._flow_control.step_of(task)
         if step is None or policy is None:
             return matches
         flow, batch = self._flow, policy.batch
@@ -340,7 +340,7 @@ class Claims:
     def timeout_error(self, task: TaskCursor, claim: Claim) -> ClaimTimeoutError:
         """What a claim is told that has waited in vain."""
         table, queue = self._table, self._cursors.queue(task, claim)
-        ready = queue.count(claim.batch_size, self._match_of(task, claim), None)
+        ready = queue.count(claim.batch_size, self._match_of(claim, self._flow_control.step_of(task)), None)
         text = (
             f"task {task.name!r} waited for {claim.batch_size} samples of partition "
             f"{table.spec.partition_id!r} with fields {claim.fields}; {ready} were ready"
@@ -368,7 +368,7 @@ class Claims:
         key, order = self._cursors.wanted(task, claim)
         # A new one is not kept, because a look must not change in which order samples are handed out later.
         queue = task.queues.get(key) or self._cursors.new_queue(task, key[0], order)
-        match = self._match_of(task, claim)
+        match = self._match_of(claim, self._flow_control.step_of(task))
         ready = queue.ready if match is None else queue.count(_MOST_COUNTED, match, (claim, "status"))
         return {"ready": ready, "wanted": claim.batch_size, "fields": claim.fields, "where": claim.where}
 

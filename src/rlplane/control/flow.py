@@ -23,7 +23,6 @@ __all__ = ["NEVER", "NO_TICKET", "FlowState", "SavedFlow"]
 
 NO_TICKET = -1
 NEVER = -1
-_PIECE = 512
 _MOST_TICKETS = 2**26  # from the oldest that is in use to the newest: what a checkpoint may make room for
 _REPORTED = 65_536  # evicted samples that are kept for whoever asks; older ones are only counted
 
@@ -55,13 +54,15 @@ class FlowState:
         self.reported: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_REPORTED)
         self._next_ticket = 0
         self._free: list[int] = []
-        # Of the tickets from _oldest on: how many live rows have each, one of them, and whether it was
-        # trained. All older ones are done with.
+        # Of the tickets from _oldest on: how many live rows have each, one of them (the one, unless there
+        # are groups), and whether it is open: with a prompt, and still to be trained. All older ones are done
+        # with.
         self._oldest = 0
         self._rows = np.zeros(64, np.int64)
         self._row = np.zeros(64, np.int64)
-        self._trained = np.zeros(64, bool)
-        self._first_open = 0  # no earlier ticket has still to be trained
+        self._open = np.zeros(64, bool)
+        self._first_open = 0  # no earlier ticket is open
+        self._has_groups = False
 
     @property
     def admitted(self) -> int:
@@ -87,40 +88,43 @@ class FlowState:
         fresh = heads[is_fresh]
         if not len(fresh):
             return
-        tickets = self._issue(len(fresh))
-        places = tickets - self._oldest
+        tickets, places = self._issue(len(fresh))
         self._row[places] = fresh
+        self._open[places] = True
         if prompts is None:
             self.tickets[fresh] = tickets
             self._rows[places] = 1
         else:
+            self._has_groups = True
             of_prompt = np.full(len(heads), NO_TICKET)
             of_prompt[is_fresh] = tickets
             of_row = of_prompt[prompts]
             self.tickets[rows[of_row != NO_TICKET]] = of_row[of_row != NO_TICKET]
             self._rows[places] = np.bincount(prompts)[is_fresh]
 
-    def _issue(self, count: int) -> Rows:
-        """The next tickets: those that came back first, in order."""
-        again = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+    def _issue(self, count: int) -> tuple[Rows, Rows | slice]:
+        """The next tickets, those that came back first, in order; and where they are in the columns."""
+        again = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))] if self._free else []
         first_new = self._next_ticket
         self._next_ticket += count - len(again)
         new = np.arange(first_new, self._next_ticket)
         self._make_room(again[0] if again else first_new)
         if not again:
-            return new
+            return new, slice(first_new - self._oldest, self._next_ticket - self._oldest)
         self._first_open = min(self._first_open, again[0])
-        return np.concatenate((np.array(again, np.int64), new))
+        tickets = np.concatenate((np.array(again, np.int64), new))
+        return tickets, tickets - self._oldest
 
     def train(self, rows: Rows) -> None:
         """Rows were claimed for training."""
-        self._trained[self._tickets_of(rows) - self._oldest] = True
+        tickets = self.tickets[rows]
+        self._open[tickets[tickets != NO_TICKET] - self._oldest] = False
 
     def untrain(self, rows: Rows) -> None:
         """Rows that were claimed for training came back."""
         tickets = self._tickets_of(rows)
         if len(tickets):
-            self._trained[tickets - self._oldest] = False
+            self._open[tickets - self._oldest] = True
             self._first_open = min(self._first_open, int(tickets.min()))
 
     def _tickets_of(self, rows: Rows) -> Rows:
@@ -138,9 +142,9 @@ class FlowState:
         self._rows[places] -= counts
         gone = places[self._rows[places] == 0]
         if reuse:
-            for ticket in (gone[~self._trained[gone]] + self._oldest).tolist():
+            for ticket in (gone[self._open[gone]] + self._oldest).tolist():
                 heapq.heappush(self._free, ticket)
-        self._trained[gone] = False
+        self._open[gone] = False
 
     def _make_room(self, first: int) -> None:
         """Have an entry for every ticket that was given out and is not done with, or is not before the
@@ -152,39 +156,29 @@ class FlowState:
         done = int(in_use[0]) if len(in_use) else len(self._rows)
         done = min([done, first - self._oldest, *(ticket - self._oldest for ticket in self._free[:1])])
         size = max(64, 2 * (length - done))
-        self._rows, self._row, self._trained = (
-            grown(column[done:], size, 0) for column in (self._rows, self._row, self._trained)
+        self._rows, self._row, self._open = (
+            grown(column[done:], size, 0) for column in (self._rows, self._row, self._open)
         )
         self._oldest += done
 
     def current_step(self, batch: int) -> int:
         """The first step that has a prompt which is still to be trained."""
-        at = max(self._first_open, self._oldest)
-        # Mostly it is the one that it was.
-        is_known = (
-            at < self._next_ticket and self._rows[at - self._oldest] and not self._trained[at - self._oldest]
-        )
-        while at < self._next_ticket and not is_known:
-            piece = slice(at - self._oldest, min(at + _PIECE, self._next_ticket) - self._oldest)
-            found = np.flatnonzero((self._rows[piece] > 0) & ~self._trained[piece])
-            if len(found):
-                at += int(found[0])
-                break
-            at += _PIECE
-        self._first_open = min(at, self._next_ticket)
+        at, end = max(self._first_open - self._oldest, 0), self._next_ticket - self._oldest
+        if at < end and not self._open[at]:
+            at += int(self._open[at:end].argmax())  # the first, if there is one
+            at = at if self._open[at] else end
+        self._first_open = at + self._oldest
         return self._first_open // batch
 
     def rows_of_step(self, step: int, batch: int) -> Rows:
         """The live rows that have the tickets of a step, in no order."""
-        first = max(step * batch - self._oldest, 0)
-        last = max(min((step + 1) * batch, self._next_ticket) - self._oldest, 0)
-        rows = self._rows[first:last]
-        one_of_each: Rows = self._row[first:last][rows > 0]
-        if int(rows.sum()) == len(one_of_each) and self.are_of_step(one_of_each, step, batch).all():
-            return one_of_each
-        # Of a group there are several, or the one that was known has gone.
-        every = np.arange(len(self.tickets))
-        return every[self.are_of_step(every, step, batch)]
+        if self._has_groups:
+            every = np.arange(len(self.tickets))
+            return every[self.are_of_step(every, step, batch)]
+        first = step * batch - self._oldest
+        of_step = slice(max(first, 0), max(first + batch, 0))  # after the last ticket there are no rows
+        rows: Rows = self._row[of_step][self._rows[of_step] > 0]
+        return rows
 
     def are_of_step(self, rows: Rows, step: int, batch: int) -> NDArray[np.bool_]:
         """For each row, whether it has a ticket of a step."""
@@ -215,7 +209,7 @@ class FlowState:
             self._next_ticket,
             list(self._free),
             dict(zip(with_ticket.tolist(), tickets[with_ticket].tolist(), strict=True)),
-            (np.flatnonzero(self._trained) + self._oldest).tolist(),
+            (np.flatnonzero((self._rows > 0) & ~self._open) + self._oldest).tolist(),
             dict(zip(with_begin.tolist(), begun[with_begin].tolist(), strict=True)),
             dict(self.evicted),
             dict(self.closed_short),
@@ -237,6 +231,8 @@ class FlowState:
         self._make_room(self._oldest)
         np.add.at(self._rows, live - self._oldest, 1)
         self._row[live - self._oldest] = rows[list(saved.tickets)]
-        self._trained[np.array(saved.trained, np.int64) - self._oldest] = True
+        self._has_groups = bool((self._rows > 1).any())
+        self._open = self._rows > 0
+        self._open[np.array(saved.trained, np.int64) - self._oldest] = False
         self.evicted, self.closed_short = Counter(saved.evicted), Counter(saved.closed_short)
         self.reported.extend(saved.reported)

@@ -25,11 +25,12 @@ _FRONT = 8192
 _LONGEST_MERGED = 1 << 18
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
+_ABSENT = -1  # the stamp of a row that is not in the queue
 
 
 class _Run(NamedTuple):
-    """Entries in the order of their keys, and of equal ones in the order of their numbers. An entry is out of
-    date if another stamp is known for its row."""
+    """Entries in the order of their keys, and of equal ones in the order of their numbers. An entry is valid
+    if its row has the same stamp."""
 
     keys: NDArray[np.float64]
     numbers: NDArray[np.int64]
@@ -114,22 +115,20 @@ class OrderedRowQueue(ReadyQueue):
         """Without keys, the newest comes first."""
         super().__init__(table)
         self._known_keys = keys
-        self._queued = np.zeros(table.size, bool)
         self._key = np.zeros(table.size, np.float64)
         self._number = np.zeros(table.size, np.int64)
-        self._stamp = np.zeros(table.size, np.int64)
+        self._stamp = np.full(table.size, _ABSENT, np.int64)
         self._front = _NOTHING
         self._runs: list[_Run] = []  # none of their entries comes before one of the front
         self._count = 0
         self._stamps = 0
 
     def grow(self, size: int) -> None:
-        self._queued = grown(self._queued, size, False)
         self._key, self._number = grown(self._key, size, 0), grown(self._number, size, 0)
-        self._stamp = grown(self._stamp, size, 0)
+        self._stamp = grown(self._stamp, size, _ABSENT)
 
     def offer(self, rows: Rows) -> None:
-        known = self._queued[rows]
+        known = self._stamp[rows] != _ABSENT
         if known.any():
             self._move(rows[known])
             rows = rows[~known]
@@ -146,7 +145,6 @@ class OrderedRowQueue(ReadyQueue):
 
     def _add(self, rows: Rows, numbers: NDArray[np.int64]) -> None:
         self._count += len(rows)
-        self._queued[rows] = True
         self.ready += len(rows)
         self._number[rows] = numbers
         self._push(rows, self._keys(rows), numbers)
@@ -219,10 +217,10 @@ class OrderedRowQueue(ReadyQueue):
         self._front = _Run.merged([self._front, first]) if len(self._front.rows) else first
 
     def discard(self, rows: Rows) -> None:
-        gone = rows[self._queued[rows]]
+        gone = self._queued(rows)
         if len(gone):
             self._note_gone(gone)
-            self._queued[gone] = False
+            self._stamp[gone] = _ABSENT
             self.ready -= len(gone)
             if self._held > 2 * self.ready + 4096:
                 self._compact()
@@ -240,27 +238,27 @@ class OrderedRowQueue(ReadyQueue):
     def pop(self, count: int, match: Match | None) -> Rows:
         taken: list[Rows] = []
         skipped: list[_Run] = []
-        size = (count if match is None else 4 * count) + _PIECE
+        size = count if match is None else 4 * count + _PIECE
         while count:
             if not len(self._front.rows):
                 if not self._runs:
                     break
                 self._lengthen_front(size)
-            piece = self._front.cut(0, size)
-            is_open = self._are_valid(piece)
-            places = np.flatnonzero(is_open)
+            front = self._front
+            piece = front.rows[:size]
+            is_open = self._stamp[piece] == front.stamps[:size]
+            places = is_open.nonzero()[0]
             if match is not None:
-                places = places[match(piece.rows[places])]
+                places = places[match(piece[places])]
             places = places[:count]
             # Up to the last one that is taken, or to the end of the piece.
-            end = int(places[-1]) + 1 if len(places) == count else len(piece.rows)
-            self._front = self._front.cut(end)
+            end = int(places[-1]) + 1 if len(places) == count else len(piece)
+            self._front = front.cut(end)
             if match is not None:
                 is_open[places] = False
-                is_open[end:] = False
-                skipped.append(piece.chosen(is_open))
+                skipped.append(front.cut(0, end).chosen(is_open[:end]))
             if len(places):
-                taken.append(piece.rows[places])
+                taken.append(piece[places])
                 count -= len(places)
             size = max(size, min(2 * size, _LARGEST_PIECE))
         if skipped:
@@ -268,10 +266,15 @@ class OrderedRowQueue(ReadyQueue):
         if not taken:
             return np.empty(0, np.int64)
         rows = taken[0] if len(taken) == 1 else np.concatenate(taken)
-        self._queued[rows] = False
+        self._stamp[rows] = _ABSENT
         self.ready -= len(rows)
         self._note_gone(rows)
         return rows
+
+    def among(self, rows: Rows) -> Rows:
+        rows = self._queued(rows)
+        found: Rows = rows[np.lexsort((self._number[rows], self._key[rows]))]
+        return found
 
     def units(self, match: Match | None) -> Iterator[list[int]]:
         for rows in self._pieces():
@@ -299,10 +302,10 @@ class OrderedRowQueue(ReadyQueue):
             size = min(2 * size, _LARGEST_PIECE)
 
     def withdraw(self, rows: Rows) -> None:
-        self._note_gone(rows[self._queued[rows]])
+        self._note_gone(self._queued(rows))
 
     def readmit(self, rows: Rows) -> None:
-        self._note_added(rows[self._queued[rows]])
+        self._note_added(self._queued(rows))
 
     def candidates(self) -> tuple[Rows, int]:
         return np.concatenate([self._front.rows, *(run.rows for run in self._runs)]), 1
@@ -314,5 +317,10 @@ class OrderedRowQueue(ReadyQueue):
         return int(np.count_nonzero(match(units)))
 
     def _are_valid(self, run: _Run) -> NDArray[np.bool_]:
-        valid: NDArray[np.bool_] = self._queued[run.rows] & (self._stamp[run.rows] == run.stamps)
+        valid: NDArray[np.bool_] = self._stamp[run.rows] == run.stamps
         return valid
+
+    def _queued(self, rows: Rows) -> Rows:
+        """Those of these rows that are in the queue."""
+        queued: Rows = rows[self._stamp[rows] != _ABSENT]
+        return queued

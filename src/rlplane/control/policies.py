@@ -6,6 +6,7 @@ Nothing here knows rows, queues or clients: numbers and tags go in, decisions co
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -171,6 +172,7 @@ class Order:
             raise InvalidRequestError(f"order {text!r} lacks what comes after the colon")
 
     @classmethod
+    @functools.lru_cache(maxsize=64)  # every claim asks for its policy's
     def by_version(cls, tag: str, *, freshest: bool) -> Self:
         """By the version of the oldest member."""
         order = cls("fifo")

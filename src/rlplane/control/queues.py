@@ -26,6 +26,8 @@ Match = Callable[[Rows], NDArray[np.bool_]]
 # How many rows of a queue are looked at together: few at first, because most claims find theirs at the front.
 _PIECE, _LARGEST_PIECE = 256, 4096
 _MOST_ADDED = 1024
+# What is put back to the front is numbered downwards from here.
+_FIRST_ENTRY = 1 << 62
 
 
 class RowTable(Protocol):
@@ -141,6 +143,15 @@ class ReadyQueue(ABC):
     def pop(self, count: int, match: Match | None) -> Rows:
         """Remove and return up to ``count`` rows from the front, of those that match."""
 
+    def among(self, rows: Rows) -> Rows:
+        """Those of these rows that can be taken, in the order of the queue."""
+        wanted = set(rows.tolist())
+        return np.array([row for unit in self.units(None) for row in unit if row in wanted], np.int64)
+
+    def take(self, rows: Rows) -> None:
+        """Remove rows that are in the queue."""
+        self.discard(rows)
+
     @abstractmethod
     def grow(self, size: int) -> None:
         """Make room for rows up to ``size``."""
@@ -169,14 +180,15 @@ class ReadyQueue(ABC):
 class RowQueue(ReadyQueue):
     """Rows one by one, kept as the chunks in which they came.
 
-    Each entry has a number, and a row knows that of its valid one. Removing a row only forgets its number;
-    the chunk is filtered when it comes to the front. So the old entry of a row that came back does not count.
+    Each entry has a number, by which they are in order, and a row knows that of its valid one. Removing a row
+    only forgets its number; the chunk is filtered when it comes to the front. So the old entry of a row that
+    came back does not count.
     """
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
         self._entry = np.full(table.size, -1, np.int64)
-        self._next_entry = 0
+        self._first_entry = self._next_entry = _FIRST_ENTRY
         self._chunks: deque[tuple[Rows, NDArray[np.int64]]] = deque()
         self._held = 0
 
@@ -186,18 +198,22 @@ class RowQueue(ReadyQueue):
     def offer(self, rows: Rows) -> None:
         rows = rows[self._entry[rows] < 0]
         if len(rows):
-            self._add(rows, self._chunks.append)
+            self._chunks.append(self._added_at(self._next_entry, rows))
+            self._next_entry += len(rows)
 
     def restore(self, rows: Rows) -> None:
         if len(rows):
-            self._add(rows, self._chunks.appendleft)
+            self._first_entry -= len(rows)
+            self._chunks.appendleft(self._added_at(self._first_entry, rows))
 
     def discard(self, rows: Rows) -> None:
-        gone = rows[self._entry[rows] >= 0]
-        if len(gone):
-            self._note_gone(gone)
-            self._entry[gone] = -1
-            self.ready -= len(gone)
+        self.take(rows[self._entry[rows] >= 0])
+
+    def take(self, rows: Rows) -> None:
+        if len(rows):
+            self._note_gone(rows)
+            self._entry[rows] = -1
+            self.ready -= len(rows)
             if self._held > 2 * self.ready + 4096:
                 self._compact()
 
@@ -272,14 +288,22 @@ class RowQueue(ReadyQueue):
                 at += size
                 size = min(2 * size, _LARGEST_PIECE)
 
-    def _add(self, rows: Rows, place: Callable[[tuple[Rows, NDArray[np.int64]]], None]) -> None:
-        entries = np.arange(self._next_entry, self._next_entry + len(rows))
-        self._next_entry += len(rows)
+    def among(self, rows: Rows) -> Rows:
+        entries = self._entry[rows]
+        order = entries.argsort()
+        if len(rows) and entries[order[0]] < 0:
+            order = order[np.count_nonzero(entries < 0) :]  # what is not in came first
+        found: Rows = rows[order]
+        return found
+
+    def _added_at(self, first: int, rows: Rows) -> tuple[Rows, NDArray[np.int64]]:
+        """A chunk of rows whose entries have the numbers from ``first`` on."""
+        entries = np.arange(first, first + len(rows))
         self._entry[rows] = entries
         self.ready += len(rows)
         self._held += len(rows)
-        place((rows, entries))
         self._note_added(rows)
+        return rows, entries
 
     def _valid(self, rows: Rows, entries: NDArray[np.int64]) -> Rows:
         valid: Rows = rows[self._entry[rows] == entries]

@@ -129,6 +129,7 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
             there = model.ordered(match)
             units = list(queue.units(None if match is None else rows_in(match)))
             assert units == [[row] for row in there]
+            assert match is None or queue.among(np.array(list(match), np.int64)).tolist() == there
             counted = queue.count(enough, None if match is None else rows_in(match), None)
             assert min(counted, enough) == min(len(there), enough)
         else:

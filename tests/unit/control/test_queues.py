@@ -113,6 +113,10 @@ class _QueueMachine(RuleBasedStateMachine):
         assert taken == self.model.take(count, match)
         self.claimed += taken
 
+    @rule(rows=row_sets)
+    def look_among(self, rows: list[int]) -> None:
+        assert self.queue.among(_array(rows)).tolist() == [r for r in self.model.fitting(None) if r in rows]
+
     # One asker always asks with one condition, as a claim does; its answer may be a remembered one.
     @rule(asker=st.integers(0, 2), enough=st.integers(1, 8))
     def count(self, asker: int, enough: int) -> None:
@@ -135,6 +139,13 @@ class RowQueueMachine(_QueueMachine):
         super().__init__()
         self.queue: RowQueue = RowQueue(self.table)
         self.model = ListOfRows()
+
+    @rule(rows=row_sets)
+    def take_among(self, rows: list[int]) -> None:
+        taken = self.queue.among(_array(rows))
+        self.queue.take(taken)
+        assert taken.tolist() == self.model.take(ROWS, set(rows))
+        self.claimed += taken.tolist()
 
     @rule()
     def compact(self) -> None:
