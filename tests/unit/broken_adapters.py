@@ -377,8 +377,8 @@ class ClaimsInTheOrderOfNames(ReferenceClient):
 
 @caught_by("what_is_ready_first_is_claimed_first")
 class ClaimsInTheOrderOfFirstWrites(ReferenceClient):
-    def ready_at(self, sample, required):
-        return sample.born_at
+    def place(self, sample, task, required):
+        return 1, sample.born_at
 
 
 @caught_by("a_claim_returns_the_tags_and_lengths_of_its_samples")

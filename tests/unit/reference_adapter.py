@@ -67,7 +67,8 @@ class Sample:
     tags: dict[str, Any] = field(default_factory=dict)
     claimed_by: set[str] = field(default_factory=set)
     holders: dict[str, object] = field(default_factory=dict)  # who has not finished its claim, by task
-    given_back: dict[str, int] = field(default_factory=dict)
+    claimed_at: dict[str, int] = field(default_factory=dict)
+    given_back_at: dict[str, int] = field(default_factory=dict)
     born: float = field(default_factory=time.monotonic)
 
 
@@ -451,6 +452,8 @@ class ReferenceClient(DataPlaneClient):
             sample = flow.samples[sample_id]
             sample.claimed_by.add(claim.task)
             sample.holders[claim.task] = claim.owner
+            self.store.clock += 1
+            sample.claimed_at[claim.task] = self.store.clock
         claim.granted = sample_ids
 
     def is_tail(self, flow: Flow, claim: Claim, ready: list[str]) -> bool:
@@ -467,15 +470,13 @@ class ReferenceClient(DataPlaneClient):
     def ready(self, flow: Flow, claim: Claim) -> list[str]:
         """What the claim could take, in order; with groups, whole groups one after the other."""
         found = {
-            sample_id: self.ready_at(sample, claim.required)
+            sample_id: self.place(sample, claim.task, claim.required)
             for sample_id, sample in flow.samples.items()
             if claim.task not in sample.claimed_by
             and all(name in sample.rows for name in claim.required)
             and self.matches(flow, sample, claim.where)
         }
-        ordered = sorted(
-            found, key=lambda i: (flow.samples[i].given_back.get(claim.task, math.inf), found[i])
-        )
+        ordered = sorted(found, key=found.__getitem__)
         if flow.group_size is None:
             return ordered
         groups: dict[Any, list[str]] = {}
@@ -485,8 +486,10 @@ class ReferenceClient(DataPlaneClient):
         whole.sort(key=lambda members: found[members[-1]])
         return [sample_id for members in whole for sample_id in members]
 
-    def ready_at(self, sample: Sample, required: list[str]) -> int:
-        return max((sample.rows[name].ready_at for name in required), default=sample.born_at)
+    def place(self, sample: Sample, task: str, required: list[str]) -> tuple[int, int]:
+        ready_at = max((sample.rows[name].ready_at for name in required), default=sample.born_at)
+        given_back_at = sample.given_back_at.get(task, 0)
+        return (0, -given_back_at) if given_back_at > ready_at else (1, ready_at)
 
     def matches(self, flow: Flow, sample: Sample, where: dict[str, Any]) -> bool:
         if flow.group_size is None or not where:
@@ -610,11 +613,13 @@ class ReferenceClient(DataPlaneClient):
             self.give_back(flow, meta.task_name, meta.sample_ids)
 
     def give_back(self, flow: Flow, task: str, sample_ids: Iterable[str]) -> None:
-        for sample in [flow.samples[i] for i in sample_ids if i in flow.samples]:
-            if sample.holders.get(task) is self:
-                del sample.holders[task]
-                sample.claimed_by.discard(task)
-                sample.given_back[task] = sample.born_at
+        samples = [flow.samples[i] for i in sample_ids if i in flow.samples]
+        mine = [sample for sample in samples if sample.holders.get(task) is self]
+        for sample in sorted(mine, key=lambda sample: -sample.claimed_at[task]):
+            del sample.holders[task]
+            sample.claimed_by.discard(task)
+            self.store.clock += 1
+            sample.given_back_at[task] = self.store.clock
         self.serve(flow)
 
     def drop_partition(self, partition_id: str) -> None:

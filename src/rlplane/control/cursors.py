@@ -18,7 +18,7 @@ from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.control.queues import ReadyQueue, RowQueue
 from rlplane.control.requests import NOBODY, Claim
-from rlplane.control.samples import SampleTable
+from rlplane.control.samples import STAMP_BITS, SampleTable
 from rlplane.errors import UnknownTaskError
 
 __all__ = ["Cursors", "QueueKey", "TaskCursor"]
@@ -41,6 +41,7 @@ class TaskCursor:
         "last",
         "name",
         "owner",
+        "places",
         "queues",
         "sequence",
         "uses",
@@ -57,6 +58,9 @@ class TaskCursor:
         self.sequence = np.zeros(size, np.int64)
         # How often a row was claimed by claims that allow it more than once; None until one does.
         self.uses: NDArray[np.int64] | None = None
+        # The stamp of when a row came back last: to the front if it is negative, and 0 if it never did. None
+        # until one does.
+        self.places: NDArray[np.int64] | None = None
         self.claims = 0
         self.queues: dict[QueueKey, ReadyQueue] = {}
         # Of groups whose other members were put back: how many members this task has already.
@@ -74,6 +78,8 @@ class TaskCursor:
         self.sequence = grown(self.sequence, size, 0)
         if self.uses is not None:
             self.uses = grown(self.uses, size, 0)
+        if self.places is not None:
+            self.places = grown(self.places, size, 0)
         for queue in self.queues.values():
             queue.grow(size)
 
@@ -97,6 +103,14 @@ class TaskCursor:
         self.owner[rows] = NOBODY
         if self.uses is not None:
             self.uses[rows] = 0
+        if self.places is not None:
+            self.places[rows] = 0
+
+    def place(self, rows: Rows, stamps: Rows) -> None:
+        """Rows have come back."""
+        if self.places is None:
+            self.places = np.zeros(len(self.claimed), np.int64)
+        self.places[rows] = stamps
 
 
 class Cursors:
@@ -152,11 +166,40 @@ class Cursors:
         else:
             queue = RowQueue(table)
         rows = table.live_rows(None)
+        rows = rows[~task.claimed[rows] & table.have(rows, required)]
         if len(rows):
-            stamps = [table.columns[name].stamp[rows] for name in required] or [table.serial[rows]]
-            rows = rows[np.argsort(np.maximum.reduce(stamps), kind="stable")]
-            self._offer(task, required, queue, rows)
+            self._fill(queue, task, required, rows)
         return queue
+
+    def _fill(self, queue: ReadyQueue, task: TaskCursor, required: Sequence[str], rows: Rows) -> None:
+        """Do to a new queue what was done to those that were there when its rows became ready, came back, or
+        were left over in a group that was closed."""
+        table, closed = self._table, self._groups.closed
+        stamps = np.maximum.reduce(
+            [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
+        )
+        returned = np.zeros(len(rows), bool)
+        if task.places is not None:
+            places = task.places[rows]
+            returned = places < -stamps
+            stamps = np.maximum(stamps, np.abs(places))
+        order = np.argsort(stamps, kind="stable")
+        if closed:
+            closings = np.array([closed.get(name, 0) for name in table.groups[rows].tolist()], np.int64)
+            late = closings > stamps
+            # What was put back stood before the others of its group when that was closed.
+            event = stamps >> STAMP_BITS << STAMP_BITS
+            in_line = np.where(returned, stamps - 2 * event, stamps)
+            stamps, returned = np.where(late, closings, stamps), returned & ~late
+            order = np.lexsort((in_line, stamps))
+        rows, returned, stamps = rows[order], returned[order], stamps[order]
+        returns = np.where(returned, stamps >> STAMP_BITS, 0)
+        cuts = np.flatnonzero(np.diff(returns)) + 1
+        for piece, is_return in zip(np.split(rows, cuts), returned[[0, *cuts]].tolist(), strict=True):
+            if is_return:
+                queue.restore(piece)
+            else:
+                queue.offer(piece)
 
     def wanted(self, task: TaskCursor, claim: Claim) -> tuple[QueueKey, Order | None]:
         """Which queue a claim takes from, and its order if that is not first ready, first claimed."""
@@ -210,6 +253,7 @@ class Cursors:
                 ended = {name for name, goes_on in zip(groups, again, strict=True) if not goes_on}
                 again = np.array([name not in ended for name in groups], bool)
         rows = rows[again]
+        task.place(rows, table.stamps(len(rows)))
         task.claimed[rows] = False
         task.count -= len(rows)
         # Nobody has to give back what can be claimed anyway.
@@ -223,6 +267,7 @@ class Cursors:
         if not len(rows):
             return 0
         rows = rows[np.argsort(task.sequence[rows])]
+        task.place(rows, -self._table.stamps(len(rows)))
         task.owner[rows] = NOBODY
         task.claimed[rows] = False
         task.count -= len(rows)
@@ -236,9 +281,13 @@ class Cursors:
         return len(rows)
 
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
-        """How many members the task keeps of the groups of rows that come back: the others finish them."""
+        """How many members the task keeps of the groups of rows that come back: the others finish them. Those
+        that came back earlier, and were all that was missing, wait for these."""
         for name in dict.fromkeys(self._table.groups[returned].tolist()):
-            self.keep(task, name, self._groups.of(name))
+            members = list(self._groups.of(name))
+            self.keep(task, name, members)
+            for queue in task.queues.values():
+                queue.look_again(name, members)
 
     def keep(self, task: TaskCursor, name: str, members: Iterable[int]) -> None:
         """Note how many of these members of a group the task has claimed: the others finish it."""

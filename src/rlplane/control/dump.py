@@ -1,7 +1,7 @@
 """The control state as bytes: what a checkpoint keeps of it, and how it is built again.
 
 Rows are written in the order of their birth, so row numbers do not survive; block numbers are mapped to
-those of the plane that loads. Queues are not kept: they follow from the stamps of the fields.
+those of the plane that loads. Queues are not kept: they follow from the stamps of fields and tasks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
 from rlplane.control.requests import NOBODY
 from rlplane.control.rules import PartitionSpec, check_ids
-from rlplane.control.samples import NO_ROWS
+from rlplane.control.samples import NO_ROWS, STAMP_BITS
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep, StepKey
 from rlplane.errors import CheckpointError
@@ -54,6 +54,7 @@ class _SavedTask(msgspec.Struct):
     unfinished: bytes
     kept: dict[str, int] = {}
     uses: bytes = b""
+    places: bytes = b""
 
 
 class _SavedPartition(msgspec.Struct):
@@ -73,6 +74,8 @@ class _SavedPartition(msgspec.Struct):
     # The numbers of the samples, by which TransferQueue's interface names them. Empty: numbered anew.
     serials: bytes = b""
     next_serial: int = 0
+    stamps: bytes = b""
+    closed: dict[str, int] = {}
 
 
 class _SavedState(msgspec.Struct):
@@ -94,7 +97,7 @@ class StateDump:
     """
 
     def __init__(self, state: ControlState) -> None:
-        self._stamp = state.stamp
+        self._stamp = max((partition.table.events for partition in state.partitions.values()), default=0)
         self._partitions = [_PartitionDump(partition) for partition in state.partitions.values()]
 
     def pieces(self) -> Iterator[bytes]:
@@ -110,9 +113,10 @@ class _PartitionDump:
     def __init__(self, partition: Partition) -> None:
         table, flow = partition.table, partition.flow
         self._ids, self._tags, self._groups = table.ids.copy(), table.tags.copy(), table.groups.copy()
-        self._serials, self._born = table.serial.copy(), table.born.copy()
+        self._serials, self._born, self._stamp = table.serial.copy(), table.born.copy(), table.stamp.copy()
         self._fields = [_FieldDump(name, column) for name, column in table.columns.items()]
-        self._tasks = [_TaskDump(name, task) for name, task in partition.tasks.items()]
+        next_event = table.events + 1
+        self._tasks = [_TaskDump(name, task, next_event) for name, task in partition.tasks.items()]
         self._flow = flow.saved(NO_ROWS)
         self._by_row = (
             {"tickets": (flow.tickets.copy(), NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
@@ -132,6 +136,7 @@ class _PartitionDump:
             steps=partition.claims.steps.saved(),
             finished=table.finished,
             next_serial=table.next_serial,
+            closed=dict(partition.groups.closed),
         )
 
     def pieces(self) -> Iterator[bytes]:
@@ -144,6 +149,7 @@ class _PartitionDump:
                 "groups": _pieces_of_list(self._groups, rows),
                 "born": _piece_of_column(self._born, rows),
                 "serials": _piece_of_column(self._serials, rows),
+                "stamps": _piece_of_column(self._stamp, rows),
                 "columns": itertools.chain(
                     [_header(_ARRAY, len(self._fields))], *(field.pieces(rows) for field in self._fields)
                 ),
@@ -184,10 +190,19 @@ class _FieldDump:
 
 
 class _TaskDump:
-    def __init__(self, name: str, task: TaskCursor) -> None:
+    def __init__(self, name: str, task: TaskCursor, next_event: int) -> None:
         self._saved = _SavedTask(name, b"", b"", dict(task.kept))
         self._claimed, self._unfinished = task.claimed.copy(), task.owner != NOBODY
         self._uses = None if task.uses is None else task.uses.copy()
+        self._places = None if task.places is None else task.places.copy()
+        held = np.flatnonzero(self._unfinished)
+        if len(held):
+            # As if they came back now, for a load that releases them. Otherwise the place of what is claimed
+            # means nothing.
+            if self._places is None:
+                self._places = np.zeros(len(self._claimed), np.int64)
+            held = held[np.argsort(task.sequence[held])]
+            self._places[held] = -((next_event << STAMP_BITS) + np.arange(len(held)))
 
     def pieces(self, rows: Rows) -> Iterator[bytes]:
         large = {
@@ -196,6 +211,8 @@ class _TaskDump:
         }
         if self._uses is not None:
             large["uses"] = _piece_of_column(self._uses, rows)
+        if self._places is not None:
+            large["places"] = _piece_of_column(self._places, rows)
         return _pieces_of_struct(self._saved, large)
 
 
@@ -303,11 +320,13 @@ def restore_state(
         if capacity is not None and total > capacity:
             raise CheckpointError(f"the checkpoint has {total} samples; storage_capacity is {capacity}")
         state = ControlState(capacity)
-        state.stamp = dump.stamp
         state.live = total
         sizes = {numbers[old]: size for old, size in blocks.items()}
         for saved in dump.partitions:
             _restore_partition(state, saved, numbers, sizes, release_claims)
+            # That it is released is one more.
+            events = dump.stamp + 1 if release_claims else dump.stamp
+            state.partitions[saved.spec.partition_id].table.events = events
     except CheckpointError:
         raise
     except (
@@ -350,11 +369,14 @@ def _restore_partition(
     rows = partition.adopt(saved.ids, saved.tags, saved.groups, _read(saved.born, np.float64, count))
     if saved.serials:
         table.serial[rows] = _read(saved.serials, np.int64, count)
+    if saved.stamps:
+        table.stamp[rows] = _read(saved.stamps, np.int64, count)
     # Also when nothing is left of what had the numbers below.
     table.next_serial = max(table.next_serial, saved.next_serial)
     table.written = saved.written
     table.finished = saved.finished
     partition.groups.sizes.update(saved.group_sizes)
+    partition.groups.closed.update(saved.closed)
     for step in saved.steps:
         partition.claims.steps.add(StepKey(step.task, step.step), step.parts)
     partition.flow.load(saved.flow, rows)
@@ -390,6 +412,8 @@ def _restore_partition(
         if cursor.uses:
             task.uses = np.zeros(table.size, np.int64)
             task.uses[rows] = _read(cursor.uses, np.int64, count)
+        if cursor.places:
+            task.place(rows, _read(cursor.places, np.int64, count))
         if release_claims and spec.group_size:
             partition.cursors.count_kept(task, rows[unfinished])
         if release_claims and spec.flow is not None and cursor.name == spec.flow.training_task:

@@ -19,6 +19,7 @@ class GroupMembers:
     def __init__(self, table: SampleTable) -> None:
         self._table = table
         self.sizes: dict[str, int] = {}  # of groups that have a size of their own
+        self.closed: dict[str, int] = {}  # of groups that were closed short, the stamp of that
         self.clocks: dict[str, float | None] = {}  # when the first member of a group was finished
         # Known from the first time that any group is asked for.
         self._members: dict[str, dict[int, None]] | None = None
@@ -57,6 +58,7 @@ class GroupMembers:
                     assert self._members is not None
                     self._members.pop(name, None)
                     self.sizes.pop(name, None)
+                    self.closed.pop(name, None)
                     self.clocks.pop(name, None)
                     ended.append(name)
         return ended

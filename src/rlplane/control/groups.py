@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -116,11 +116,15 @@ class GroupQueue(ReadyQueue):
     def _needed(self, name: str) -> int:
         return self._sizes.get(name, self._group_size) - self._kept.get(name, 0)
 
-    def look_again(self, name: str) -> None:
-        members = self._gathering.get(name)
-        if members is not None and len(members) >= self._needed(name):
+    def look_again(self, name: str, members: Sequence[int]) -> None:
+        needed = self._needed(name)
+        broken = [group for group in self._groups_of(members) if len(group.rows) < needed]
+        self._leave(broken)
+        self._gather_again([row for group in broken for row in group.rows], self._groups.append)
+        gathering = self._gathering.get(name)
+        if gathering is not None and len(gathering) >= needed:
             del self._gathering[name]
-            self._join(list(members), self._groups.append)
+            self._join(list(gathering), self._groups.append)
         self.touched()
 
     @property
@@ -129,14 +133,14 @@ class GroupQueue(ReadyQueue):
 
     def withdraw(self, rows: Rows) -> None:
         if self._counted:
-            self._note_gone(self._groups_of(rows))
+            self._note_gone(self._groups_of(rows.tolist()))
 
     def readmit(self, rows: Rows) -> None:
         if self._counted:
-            self._note_added(self._groups_of(rows))
+            self._note_added(self._groups_of(rows.tolist()))
 
-    def _groups_of(self, rows: Rows) -> list[Group]:
-        found = (self._group_of.get(row) for row in rows.tolist())
+    def _groups_of(self, rows: Sequence[int]) -> list[Group]:
+        found = (self._group_of.get(row) for row in rows)
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def candidates(self) -> tuple[Rows, int]:

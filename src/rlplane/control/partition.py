@@ -33,8 +33,6 @@ from rlplane.errors import (
 
 __all__ = ["TIMEOUT", "Partition"]
 
-# A field's production is stamped (put number, position in the put): the order of readiness.
-_STAMP_BITS = 32
 TIMEOUT = "timeout"
 """Why a group was closed, or given up, that had waited too long."""
 
@@ -170,7 +168,7 @@ class Partition:
                     "nothing was written"
                 )
 
-    def write(self, put: Put, stamp: int) -> list[BlockRows]:
+    def write(self, put: Put) -> list[BlockRows]:
         """Write a checked put; return what its rows referred to before."""
         if not put.ids:
             return []
@@ -181,13 +179,15 @@ class Partition:
             for queue in self.cursors.queues():
                 queue.withdraw(retagged)
         rows, fresh = self._add(put)
+        stamps = self.table.stamps(len(rows))
+        self.table.stamp[fresh] = stamps[: len(fresh)]
         if put.tags is not None:
             self.looking.tagged(rows, retagged)
         if len(retagged):
             for queue in self.cursors.queues():
                 queue.readmit(retagged)
         all_new = len(fresh) == len(rows)
-        replaced = self._write_fields(put, rows, stamp, all_new=all_new)
+        replaced = self._write_fields(put, rows, stamps, all_new=all_new)
         self.groups.start_clocks(rows, put.clock)
         written = frozenset(put.blocks) if put.finishes else frozenset()
         if put.owner != NOBODY:
@@ -198,8 +198,7 @@ class Partition:
         self.cursors.offer(rows, written, all_new=all_new, changed=changed)
         return replaced
 
-    def _write_fields(self, put: Put, rows: Rows, stamp: int, *, all_new: bool) -> list[BlockRows]:
-        stamps = (stamp << _STAMP_BITS) + np.arange(len(rows))
+    def _write_fields(self, put: Put, rows: Rows, stamps: Rows, *, all_new: bool) -> list[BlockRows]:
         positions = np.arange(len(rows), dtype=np.int32)
         replaced: list[BlockRows] = []
         for name, block in put.blocks.items():
@@ -284,6 +283,7 @@ class Partition:
         expected = self.groups.size_of(name)
         if finished and len(finished) < expected:
             self.groups.sizes[name] = len(finished)
+            self.groups.closed[name] = int(self.table.stamps(1)[0])
             self.flow.closed_short[reason] += 1
             short = {"expected": expected, "members": len(finished), "reason": reason}
             for row in finished:
@@ -293,7 +293,7 @@ class Partition:
         for task in self.tasks.values():
             self.cursors.keep(task, name, finished)
             for queue in task.queues.values():
-                queue.look_again(name)
+                queue.look_again(name, members)
         left = set(finished)
         return np.array([row for row in members if row not in left], np.int64)
 

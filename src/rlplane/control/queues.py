@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,8 +156,9 @@ class ReadyQueue(ABC):
     def grow(self, size: int) -> None:
         """Make room for rows up to ``size``."""
 
-    def look_again(self, name: str) -> None:
-        """The size of a group has changed: perhaps it is whole now."""
+    def look_again(self, name: str, members: Sequence[int]) -> None:
+        """It has changed how many of the members of a group belong together: perhaps they are whole now, or
+        not any more."""
         self.touched()
 
     @abstractmethod

@@ -17,9 +17,10 @@ from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
-__all__ = ["NO_ROWS", "SampleTable", "some"]
+__all__ = ["NO_ROWS", "STAMP_BITS", "SampleTable", "some"]
 
 _MOST_NEW_ROWS = 2**17  # so that one put never waits until memory for very many rows is there
+STAMP_BITS = 32
 _MOST_LOST = 65_536  # names of samples that were lost; who asks for an older one hears that it is not there
 NO_ROWS: Rows = np.empty(0, np.int64)
 _NO_TAGS: dict[str, Any] = {}  # one for all that have none: tags are replaced, never changed
@@ -39,6 +40,8 @@ class SampleTable:
         self.groups = np.empty(self.size, object)
         self.serial = np.full(self.size, -1, np.int64)
         self.born = np.zeros(self.size, np.float64)
+        self.stamp = np.zeros(self.size, np.int64)  # of the first write
+        self.events = 0  # what happened so far that has a stamp
         self.next_serial = 0
         self.lost_ids: dict[str, None] = {}  # evicted because they were lost, for whoever asks for them
         self.columns = {name: FieldIndex(self.size, True) for name in spec.fields}
@@ -125,6 +128,12 @@ class SampleTable:
         return {turns[row][-1][0] for row in map(self.rows.get, ids) if row in turns} if turns else set()
 
     # Changes
+
+    def stamps(self, count: int) -> Rows:
+        """Stamps for so many samples to which something happens now: (event, place in it). They say in which
+        order samples became ready and came back."""
+        self.events += 1
+        return (self.events << STAMP_BITS) + np.arange(count)
 
     def declare(self, spec: PartitionSpec) -> None:
         """Take a new schema. A field that was ever written stays known; one that was only declared goes with
@@ -213,6 +222,7 @@ class SampleTable:
         self.size = size = max(needed, self.size + min(self.size, _MOST_NEW_ROWS))
         self.ids, self.tags, self.groups = (grown(a, size, None) for a in (self.ids, self.tags, self.groups))
         self.serial, self.born = grown(self.serial, size, -1), grown(self.born, size, 0)
+        self.stamp = grown(self.stamp, size, 0)
         self._written_bits = [grown(bits, size, 0) for bits in self._written_bits]
         for column in self.columns.values():
             column.grow(size)

@@ -61,7 +61,6 @@ class ControlState:
         self.capacity = capacity
         self.partitions: dict[str, Partition] = {}
         self.live = 0
-        self.stamp = 0
         self.has_clocks = False  # whether a policy has groups that end by themselves
         self.latest_dropped = 0  # the highest version of a partition that was dropped
         self.now = 0.0
@@ -482,9 +481,8 @@ class ControlState:
     # How writes, waits and blocks work together
 
     def _write(self, partition: Partition, put: Put, effects: Effects) -> None:
-        self.stamp += 1
         before = len(partition.rows)
-        replaced = partition.write(put, self.stamp)
+        replaced = partition.write(put)
         self.live += len(partition.rows) - before
         if self._waiting_puts and len(partition.rows) > before:
             self._waiting_puts.reconsider()  # it may have made samples that another was to make

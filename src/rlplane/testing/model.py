@@ -99,7 +99,6 @@ class ModelPartition:
     samples: dict[str, ModelSample] = field(default_factory=dict)
     group_sizes: dict[str | None, int] = field(default_factory=dict)  # of groups with a size of their own
     closed_at: dict[str | None, int] = field(default_factory=dict)
-    since: dict[str, int] = field(default_factory=dict)  # when a task was registered, if not at first
     # How many members a task keeps of a group whose other members were given back.
     kept: dict[tuple[str, str | None], int] = field(default_factory=dict)
     steps: dict[tuple[str, int], list[list[str]]] = field(default_factory=dict)
@@ -110,7 +109,6 @@ class ModelPartition:
 
     def register(self, num_samples: int, tasks: list[str]) -> None:
         """Register it again: samples stay, and so do the cursors of tasks that stay."""
-        self.since.update({task: self.clock for task in tasks if task not in self.tasks})
         self.num_samples, self.tasks, self.written, self.is_finished = num_samples, tasks, 0, False
         self.kept = {key: count for key, count in self.kept.items() if key[0] in tasks}
         for sample in self.samples.values():
@@ -156,11 +154,15 @@ class ModelPartition:
         units: dict[str, Unit] = {}
         for i in sorted(places, key=places.__getitem__):
             units.setdefault(str(self.samples[i].group) if self.group_size else i, []).append(i)
-        last = {name: places[unit[-1]] for name, unit in units.items()}
+        # A group stands where the last thing that happened to it has put it.
+        last = {
+            name: max((places[i] for i in unit), key=lambda place: abs(place[1]))
+            for name, unit in units.items()
+        }
         for name, unit in units.items():
-            # A group that was closed has become whole by that, for the tasks that there were.
+            # A group that was closed has become whole by that.
             closed_at = self.closed_at.get(self.samples[unit[0]].group, 0)
-            if closed_at > max(abs(last[name][1]), self.since.get(claim.task, 0)):
+            if closed_at > abs(last[name][1]):
                 last[name] = (1, closed_at)
         whole = [name for name, unit in units.items() if len(unit) >= self._needed(claim.task, unit[0])]
         whole.sort(key=last.__getitem__)

@@ -65,8 +65,6 @@ class DataPlaneMachine(RandomOperations):
         model = self.models[flow]
         if model.flow.gate(claim.task) is not None or model.group_sizes:
             return  # how many it may have depends on which come first
-        # Always on the same field, so that it stays among what a plane remembers of what it was asked for.
-        claim.required = how["required"] = ("scalar",)
         units = model.units(claim)
         meta = self.parts[flow].claim_ready(claim.size, order="random:7", **how)
         taken = [unit for unit in units if unit[0] in meta.sample_ids]
@@ -135,8 +133,10 @@ class DataPlaneMachine(RandomOperations):
     @precondition(lambda self: self.claims)
     @rule(finished=st.integers(0, 2), data=st.data())
     def give_a_claim_back(self, finished: int, data: st.DataObject) -> None:
-        """What is not finished of a claim can be claimed again, before all else."""
+        """What is not finished of a claim, or of a part of it, can be claimed again, before all else."""
         flow, meta = data.draw(st.sampled_from(self.claims), "claim")
+        if data.draw(st.booleans(), "a part"):
+            meta = meta.subset(range(data.draw(st.integers(0, meta.size - 1), "from"), meta.size))
         model, task, client = self.models[flow], str(meta.task_name), self.parts[flow].client
         if task not in model.tasks:
             return

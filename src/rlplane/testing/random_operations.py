@@ -30,7 +30,6 @@ from rlplane.testing.random_values import (
     GROUPS,
     IDS,
     ORDERS,
-    REQUIRED,
     TASKS,
     Row,
     ages,
@@ -100,7 +99,6 @@ class RandomOperations(RuleBasedStateMachine):
             self.parts[flow] = self.plane.partition(
                 FIELDS, announced, TASKS[:2], group_size=size, flow=policy
             )
-            self._ask_for_everything(flow, TASKS[:2])
             self._write(flow, self.ids[flow][:first], ["scalar"], True, data)
 
     @rule(flow=flows, announced=st.integers(0, 6), tasks=task_lists)
@@ -108,23 +106,8 @@ class RandomOperations(RuleBasedStateMachine):
         """Another number of samples, other tasks."""
         part, model = self.parts[flow], self.models[flow]
         tasks = list(dict.fromkeys([*tasks, *model.flow.tasks]))
-        new = [task for task in tasks if task not in model.tasks]
         part.register(FIELDS, announced, tasks, group_size=model.group_size, flow=model.flow.policy)
         model.register(announced, tasks)
-        self._ask_for_everything(flow, new)
-
-    def _ask_for_everything(self, flow: str, tasks: Sequence[str]) -> None:
-        # Samples that are given back, are used again or were closed as a short group change their place in
-        # line. Where they stand for a claim on fields that nobody had asked for until then is left open.
-        orders = [None, *ORDERS] if self.has("order") else [None]
-        if not self.has("where"):
-            return
-        for task in tasks:
-            for required in REQUIRED:
-                for order in orders:
-                    how: dict[str, Any] = {"task": task, "required": required, "order": order}
-                    size = 2 * (self.models[flow].group_size or 1)
-                    has_samples("nothing", self.parts[flow].claim_ready(size, where=NEVER, **how), [])
 
     # Writing
 

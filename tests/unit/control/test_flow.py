@@ -163,6 +163,15 @@ def test_a_step_that_a_dead_trainer_had_is_trained_before_the_next() -> None:
     assert claim(state, 9, "y", task="train") == ["c", "d"]
 
 
+def test_a_group_that_comes_back_in_two_parts_is_handed_out_whole() -> None:
+    state = plane(group_size=2)
+    write(state, ["a_g0", "a_g1"], "x")
+    assert claim(state, 2, owner=1) == ["a_g0", "a_g1"]
+    state.unclaim("p", "t", ["a_g0"], 1)
+    state.unclaim("p", "t", ["a_g1"], 1)
+    assert claim(state, 2) == ["a_g1", "a_g0"]
+
+
 def test_a_step_of_any_size_is_admitted_and_trained_whole() -> None:
     state = flow("in_order", max_staleness=0, batch=100)
     ids = [f"s{number}" for number in range(200)]

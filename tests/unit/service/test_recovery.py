@@ -188,7 +188,7 @@ def picture(service: ControlService) -> dict[str, Any]:
     return {
         "partitions": {name: partition_picture(p) for name, p in service.state.partitions.items()},
         "live": service.state.live,
-        "stamp": service.state.stamp,
+        "events": {name: p.table.events for name, p in service.state.partitions.items()},
         "waiting": [(token.client, token.number) for token in service.state.waiting()],  # type: ignore[attr-defined]
         "reservations": [
             (w.request.client, w.request.number, w.nbytes) for w in service._waiting_reservations

@@ -1,0 +1,123 @@
+"""A queue that is built later hands out the same as one that was there from the beginning."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.requests import Batch, Claim, Put
+from rlplane.control.rules import PartitionSpec
+from rlplane.control.state import ControlState
+
+FIELDS: list[tuple[str, ...]] = [(), ("x",), ("y",), ("x", "y")]
+ORDERS = [None, "lifo", "priority:v"]
+QUEUES = list(itertools.product(FIELDS, ORDERS))
+IDS = [f"{group}_g{number}" for group in "abcd" for number in range(2)]
+OWNER = 7
+
+
+class History:
+    """What happens to a partition."""
+
+    def __init__(self, group_size: int | None) -> None:
+        self.group_size = group_size
+        self.state = ControlState()
+        self.state.register(PartitionSpec.checked("p", ["x", "y"], 0, ["t"], group_size))
+        self.blocks = itertools.count()
+
+    def ask_for_everything(self) -> None:
+        for fields, order in QUEUES:
+            self.claim(fields, order, 8, where={"v": "never"})
+
+    def put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> None:
+        blocks = {name: next(self.blocks) for name in fields}
+        values = None if tags is None else [{"v": tags[at % len(tags)]} for at in range(len(ids))]
+        self.state.put(Put("p", ids, blocks, values))
+
+    def claim(
+        self, fields: tuple[str, ...], order: str | None, size: int, max_uses: int = 1, **how: Any
+    ) -> list[str]:
+        size *= self.group_size or 1
+        claim = Claim("p", "t", fields, size, order=order, max_uses=max_uses, owner=OWNER, **how)
+        ((_, batch), *_) = self.state.claim(claim, blocking=False).answers
+        assert isinstance(batch, Batch)
+        return batch.ids
+
+    def unclaim(self, ids: list[str]) -> None:
+        self.state.unclaim("p", "t", ids, OWNER)
+
+    def clear(self, ids: list[str]) -> None:
+        self.state.clear("p", ids)
+
+    def close(self, name: str) -> None:
+        if self.group_size and name in self.state.partition("p").table.groups.tolist():
+            self.state.close_group("p", name, "failed", [])
+
+    def saved_and_loaded(self, *, release_claims: bool) -> History:
+        blocks = self.state.blocks()
+        sizes = {block: BlockSize(0, 8) for block in blocks}
+        numbers = {block: block for block in blocks}
+        back = History(self.group_size)
+        back.state = restore_state(
+            dump_state(self.state), numbers, sizes, None, release_claims=release_claims
+        )
+        return back
+
+
+ids_ = st.lists(st.sampled_from(IDS), unique=True, min_size=1, max_size=4)
+fields_ = st.sampled_from(FIELDS)
+tags_ = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), ids_, fields_, st.none() | tags_),
+        st.tuples(st.just("put"), st.just(IDS), fields_, st.none()),
+        st.tuples(st.just("claim"), fields_, st.sampled_from(ORDERS), st.integers(1, 3), st.integers(1, 3)),
+        st.tuples(st.just("unclaim"), ids_),
+        st.tuples(st.just("unclaim"), st.just(IDS)),
+        st.tuples(st.just("clear"), ids_),
+        st.tuples(st.just("close"), st.sampled_from("abcd")),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+@settings(max_examples=300, deadline=None)
+@given(steps=steps, dies=st.booleans(), last=st.sampled_from(QUEUES))
+def test_the_order_does_not_depend_on_when_a_queue_is_built(
+    group_size: int | None, steps: list[Any], dies: bool, last: tuple[tuple[str, ...], str | None]
+) -> None:
+    before, after = History(group_size), History(group_size)
+    before.ask_for_everything()
+    for kind, *arguments in steps:
+        assert getattr(before, kind)(*arguments) == getattr(after, kind)(*arguments)
+    # A load may hand out again what was claimed, as if the owner had died.
+    loaded = after.saved_and_loaded(release_claims=dies)
+    if dies:
+        before.state.release_owner(OWNER)
+        after.state.release_owner(OWNER)
+    assert before.claim(*last, 8) == after.claim(*last, 8) == loaded.claim(*last, 8)
+
+
+def test_a_checkpoint_from_before_places_were_kept_loads() -> None:
+    history = History(None)
+    history.put(["a_g0", "b_g0", "c_g0"], ("x",), None)
+    history.claim((), None, 1)
+    history.unclaim(["a_g0"])
+    history.claim((), None, 2)
+    saved = msgspec.msgpack.decode(dump_state(history.state))
+    for partition in saved["partitions"]:
+        del partition["stamps"], partition["closed"]
+        for task in partition["tasks"]:
+            del task["places"]
+    blocks = {0: BlockSize(0, 8)}
+    state = restore_state(msgspec.msgpack.encode(saved), {0: 0}, blocks, None, release_claims=True)
+    history.state, history.blocks = state, itertools.count(1)
+    history.put(["d_g0"], ("x",), None)
+    assert history.claim((), None, 4) == ["a_g0", "b_g0", "c_g0", "d_g0"]
