@@ -15,7 +15,7 @@ __all__ = ["stress"]
 def stress(
     *,
     minutes: Annotated[float, Parameter(alias="-m")] = 1.0,
-    engine: Literal["shm", "simple"] = "shm",
+    engine: Literal["shm", "simple", "mooncake_cpu"] = "shm",
     scenario: Literal["service", "flow"] = "service",
     every: float | None = None,
 ) -> None:
@@ -31,22 +31,21 @@ def stress(
         The engine to attack.
     scenario
         What is killed: service, the control service while eight processes work; flow, whole jobs, one under
-        each flow policy, which resume from their checkpoints (on shm).
+        each flow policy (on a cluster with a Ray of its own), which resume from their checkpoints.
     every
-        Seconds between two kills. Default: 2 on shm, 20 on simple, where Ray starts the service again; 5 for
-        flow.
+        Seconds between two kills. Default: 2 on shm, 20 on a cluster, where Ray starts the service again; 5
+        for flow.
     """
     from rlplane.config import load_config
     from rlplane.testing.flow_stress import POLICIES, run_flow_stress
     from rlplane.testing.stress import run_stress
 
-    if scenario == "flow" and engine != "shm":
-        raise CommandError("--scenario flow kills whole jobs, and runs on --engine shm", ExitCode.USAGE)
-    cfg = load_config({"shm": "shm", "simple": "cluster-simple"}[engine])
+    exemplars = {"shm": "shm", "simple": "cluster-simple", "mooncake_cpu": "cluster-mooncake"}
+    cfg = load_config(exemplars[engine])
     write_text("| what was tried | how often | what held |\n| --- | --- | --- |")
     held = True
     if scenario == "service":
-        pause = every if every is not None else {"shm": 2.0, "simple": 20.0}[engine]
+        pause = every if every is not None else 2.0 if engine == "shm" else 20.0
         report = run_stress(cfg, 60 * minutes, kill_every_s=pause, say=note)
         write_text(report.row())
         held = report.held

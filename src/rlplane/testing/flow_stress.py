@@ -1,21 +1,22 @@
 """Flow control under stress: rollouts that are four times faster than the trainer, a tenth of the prompts ten
 times slower than the others, and a job that is killed as a whole and resumes from its checkpoint.
 
-A job is a process that starts the plane and trains, and the rollout workers. A step is told in the plane
+A job is a process that starts the plane and the rollout workers, and trains. A step is told in the plane
 before anything else happens to its groups, so that any checkpoint says which groups were trained.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from tensordict import TensorDict
 
 from rlplane.adapters.checkpoint import latest_checkpoint
 from rlplane.control.policies import FlowPolicy
-from rlplane.errors import ClaimTimeoutError, PlaneConnectionError, UnknownPartitionError
+from rlplane.errors import ClaimTimeoutError, UnknownPartitionError
 from rlplane.factory import build_data_plane_client
-from rlplane.interfaces import DataPlaneClient, DataPlaneConfig
+from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneClient, DataPlaneConfig
 from rlplane.testing.stress import context
 
 __all__ = ["POLICIES", "FlowStressReport", "run_flow_stress"]
@@ -102,7 +103,7 @@ def run_flow_stress(
         saved = {"dir": str(books / "checkpoints"), "every_s": 0.25, "keep": 2}
         begin, kills, failed = time.monotonic(), 0, 0
         while True:
-            job = _Job({**cfg, "checkpoint": saved}, books, policy, kills)
+            job = _Job({**cfg, "checkpoint": saved}, books, policy)
             is_last = kills > 0 and time.monotonic() - begin >= seconds
             failed += job.wait_for_a_checkpoint_and_steps()
             if is_last:
@@ -119,14 +120,11 @@ def run_flow_stress(
 class _Job:
     """One life of a job: its processes, seen from outside."""
 
-    def __init__(self, cfg: Any, books: Path, policy: str, life: int) -> None:
-        self._books, self._life = books, life
+    def __init__(self, cfg: Any, books: Path, policy: str) -> None:
+        self._books = books
         self._newest = latest_checkpoint(books / "checkpoints")
-        arguments = (cfg, books, life)
-        self._processes: list[BaseProcess] = [context.Process(target=_train, args=(*arguments, policy))]
-        self._processes += [context.Process(target=_roll_out, args=arguments) for _ in range(_ROLLOUTS)]
-        for process in self._processes:
-            process.start()
+        self._process = context.Process(target=_train, args=(cfg, books, policy))
+        self._process.start()
 
     def wait_for_a_checkpoint_and_steps(self) -> int:
         """Until it has trained and saved something that a later life can go on with; how many failed."""
@@ -135,33 +133,45 @@ class _Job:
         while latest_checkpoint(self._books / "checkpoints") == self._newest or (
             len(_steps(self._books)) < seen + 3
         ):
-            if time.monotonic() > deadline or self._processes[0].exitcode is not None:
+            if time.monotonic() > deadline or self._process.exitcode is not None:
                 return 1
             time.sleep(0.02)
         return 0
 
     def kill(self) -> None:
-        """SIGKILL to every process, the trainer first, which would start the control service again."""
-        for process in self._processes:
-            process.kill()
-        os.kill(_joined(self._books, self._life)["service"], signal.SIGKILL)
-        for process in self._processes:
-            process.join()
+        """SIGKILL to every process, those first who would start others again: the trainer, and its Ray."""
+        assert self._process.pid is not None
+        for pid in _with_all_below(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.join()
 
     def join(self) -> int:
         """Wait for its end; how many processes did not end well."""
-        for process in self._processes:
-            process.join(_PATIENCE_S)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        return sum(process.exitcode != 0 for process in self._processes)
+        self._process.join(_PATIENCE_S)
+        if self._process.exitcode is None:
+            self.kill()
+        return abs(self._process.exitcode or 0)
+
+
+def _with_all_below(pid: int) -> list[int]:
+    """A process, those that it has started, and those that they have."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The second field is the command in parentheses, which may have spaces in it.
+            above = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(above, []).append(int(path.parent.name))
+    found = [pid]
+    for above in found:
+        found += children.get(above, [])
+    return found
 
 
 def _counted(
     books: Path, policy: str, engine: str, seconds: float, kills: int, failed: int
 ) -> FlowStressReport:
-    late = sum(int(line.split()[1]) for line in _steps(books))
+    late = sum(map(int, _steps(books)))
     end = books / "end.json"
     result = json.loads(end.read_text()) if end.exists() else None
     if result is None:
@@ -190,20 +200,9 @@ def _counted(
 
 
 def _steps(books: Path) -> list[str]:
-    """A line for every claim of every life: the life, and how many groups were older than the bound."""
+    """A line for every claim of every life: how many groups were older than the bound."""
     book = books / "claims.book"
     return [line for line in book.read_text().split("\n") if line] if book.exists() else []
-
-
-def _joined(books: Path, life: int) -> dict[str, Any]:
-    """Where the plane of a life is."""
-    path, deadline = books / f"{life}.json", time.monotonic() + _PATIENCE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the job of life {life} has not started its plane")
-        time.sleep(0.02)
-    joined: dict[str, Any] = json.loads(path.read_text())
-    return joined
 
 
 def _number(name: str) -> int:
@@ -221,16 +220,11 @@ def _is_slow(number: int) -> bool:
     return zlib.crc32(str(number).encode()) % 10 == 0
 
 
-def _roll_out(cfg: Any, books: Path, life: int) -> None:
+def _roll_out(cfg: Any) -> None:
     torch.set_num_threads(1)
-    joined = {**cfg, "controller_address": _joined(books, life)["address"]}
-    with build_data_plane_client(joined, bootstrap=False) as client:
-        try:
-            while _roll_out_one(client):
-                pass
-        except PlaneConnectionError:
-            if not (books / "end.json").exists():
-                raise
+    with build_data_plane_client(cfg, bootstrap=False) as client:
+        while _roll_out_one(client):
+            pass
 
 
 def _roll_out_one(client: DataPlaneClient) -> bool:
@@ -250,27 +244,42 @@ def _roll_out_one(client: DataPlaneClient) -> bool:
     return True
 
 
-def _train(cfg: Any, books: Path, life: int, policy: str) -> None:
+def _train(cfg: Any, books: Path, policy: str) -> None:
     torch.set_num_threads(1)
     saved = latest_checkpoint(books / "checkpoints")
-    plane: Any = build_data_plane_client(cfg)
+    plane: Any = build_data_plane_client(_with_own_ray(cfg, books))
     with plane as client:
-        trainer = _Trainer(client, books, life)
+        trainer = _Trainer(client, books)
         trainer.open(policy, saved)
-        joined = {"address": client.controller_address, "service": client.service_status()["pid"]}
-        hidden = books / f".{life}.json"
-        hidden.write_text(json.dumps(joined))
-        hidden.rename(books / f"{life}.json")
+        # On a cluster, rollouts find the Ray of this process because they are its children.
+        address = getattr(client, "controller_address", None)
+        joining = {**cfg, **({"controller_address": address} if address else {})}
+        rollouts = [context.Process(target=_roll_out, args=(joining,)) for _ in range(_ROLLOUTS)]
+        for process in rollouts:
+            process.start()
         while trainer.step():
             pass
+        for process in rollouts:
+            process.join(_PATIENCE_S)
         trainer.write_end()
+    sys.exit(sum(process.exitcode != 0 for process in rollouts))
+
+
+def _with_own_ray(cfg: Any, books: Path) -> Any:
+    """On a cluster, with a Ray that is started with the job and dies with it. Nobody who is killed removes
+    his journal, so it is where the books are."""
+    if cfg["impl"] != "transfer_queue":
+        return cfg
+    os.environ.pop(ADDRESS_VARIABLE, None)  # of another Ray; rollouts inherit that of this one
+    options = {**cfg["transfer_queue"], "ray_address": "local"}
+    return {**cfg, "journal_dir": str(books), "transfer_queue": options}
 
 
 class _Trainer:
     """Trains, feeds prompts, and issues again what was evicted."""
 
-    def __init__(self, client: DataPlaneClient, books: Path, life: int) -> None:
-        self.client, self._books, self._life = client, books, life
+    def __init__(self, client: DataPlaneClient, books: Path) -> None:
+        self.client, self._books = client, books
         self._book = open(books / "claims.book", "a")  # noqa: SIM115
         self._stop = books / "stop"
         self.version = self.issued = 0
@@ -350,7 +359,7 @@ class _Trainer:
         if not batch.size:
             return False
         ages = [self.version - tag["weight_version"] for tag in batch.tags or []]
-        self._book.write(f"{self._life} {sum(age > _BOUND for age in ages) // _GROUP}\n")
+        self._book.write(f"{sum(age > _BOUND for age in ages) // _GROUP}\n")
         self._book.flush()
         time.sleep(_TRAINING_S)
         groups = list(dict.fromkeys(map(_group, batch.sample_ids)))
