@@ -116,6 +116,12 @@ def a_claim_that_is_given_back_is_handed_out_again_ahead_of_all_else(plane: Plan
     has_samples("the claim", meta, "ab")
     part.client.unclaim(meta.slice(1, 2))
     has_samples("a claim after one sample was given back", part.claim(2), "bc")
+    part = plane.partition(fields=["x", "y"])
+    part.put_numbers("ab")
+    for sample_id in "ba":
+        part.put(sample_id, {"y": torch.ones(1)})
+    part.client.unclaim(part.claim(1, required=["x"]))
+    has_samples("a claim on a field that is asked for only now", part.claim(2, required=["y"]), "ab")
 
 
 @promise(UNCLAIM, method="unclaim")

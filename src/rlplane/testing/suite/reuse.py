@@ -37,6 +37,10 @@ def a_sample_is_claimed_again_after_the_others_had_their_turn(plane: PlaneUnderT
     part.clear(["a"])
     part.put_numbers("a")
     equal("a new sample of the same name", [_ready(part), _ready(part), _ready(part)], [["a"], ["a"], []])
+    part = plane.partition()
+    part.put_numbers("ab")
+    equal("one of two", _ready(part, 1), ["a"])
+    equal("a claim on fields that nobody had asked for until then", _ready(part, required=[]), ["b", "a"])
 
 
 @promise(USES)
