@@ -135,11 +135,14 @@ class DataPlaneMachine(RandomOperations):
     def give_a_claim_back(self, finished: int, data: st.DataObject) -> None:
         """What is not finished of a claim, or of a part of it, can be claimed again, before all else."""
         flow, meta = data.draw(st.sampled_from(self.claims), "claim")
-        if data.draw(st.booleans(), "a part"):
-            meta = meta.subset(range(data.draw(st.integers(0, meta.size - 1), "from"), meta.size))
         model, task, client = self.models[flow], str(meta.task_name), self.parts[flow].client
         if task not in model.tasks:
             return
+        if self.has("short_groups"):
+            if data.draw(st.booleans(), "a part"):
+                meta = meta.subset(range(data.draw(st.integers(0, meta.size - 1), "from"), meta.size))
+        elif model.group_size and len(model.held(task, meta.sample_ids)) < meta.size:
+            return  # what would come back of a group is one that is short
         if finished and self.has("finish_claims"):
             done = meta.subset(range(min(finished, meta.size)))
             client.finish_claims(done)
