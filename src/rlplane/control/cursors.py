@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,9 +176,12 @@ class Cursors:
         """Do to a new queue what was done to those that were there when its rows became ready, came back, or
         were left over in a group that was closed."""
         table, closed = self._table, self._groups.closed
-        stamps = np.maximum.reduce(
-            [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
+        stamps = reduce(
+            np.maximum, [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
         )
+        if task.places is None and not closed:
+            queue.offer(rows[np.argsort(stamps, kind="stable")])
+            return
         returned = np.zeros(len(rows), bool)
         if task.places is not None:
             places = task.places[rows]

@@ -20,7 +20,7 @@ from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
 from rlplane.control.requests import NOBODY
 from rlplane.control.rules import PartitionSpec, check_ids
-from rlplane.control.samples import NO_ROWS, STAMP_BITS
+from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep, StepKey
 from rlplane.errors import CheckpointError
@@ -140,7 +140,7 @@ class _PartitionDump:
         )
 
     def pieces(self) -> Iterator[bytes]:
-        rows = _by_birth(self._serials)
+        rows = rows_by_birth(self._serials)
         yield from _pieces_of_struct(
             self._saved,
             {
@@ -214,21 +214,6 @@ class _TaskDump:
         if self._places is not None:
             large["places"] = _piece_of_column(self._places, rows)
         return _pieces_of_struct(self._saved, large)
-
-
-def _by_birth(serials: NDArray[np.int64]) -> Rows:
-    """The rows that have a serial number, in the order of these."""
-    rows = np.flatnonzero(serials >= 0)
-    if not len(rows):
-        return rows
-    numbers = serials[rows]
-    first, last = int(numbers.min()), int(numbers.max())
-    if last - first > 8 * len(rows):
-        return rows[np.argsort(numbers)]
-    # Without sorting, because most numbers are there.
-    row_of = np.full(last - first + 1, -1, np.int64)
-    row_of[numbers - first] = rows
-    return row_of[row_of >= 0]
 
 
 # MessagePack, so far as it has to be put together from pieces: the first byte of short arrays and maps, and

@@ -52,6 +52,15 @@ class ListOfGroups:
     def restore(self, rows: list[Any], groups: dict[Any, str]) -> None:
         self.whole = self._gather_ahead(rows, groups) + self.whole
 
+    def look_again(self, name: str, groups: dict[Any, str]) -> None:
+        """The task keeps more or fewer members of a group than it did: who is whole, and who waits again?"""
+        needed = self.size - self.kept.get(name, 0)
+        broken = [group for group in self.whole if groups[group[0]] == name and len(group) < needed]
+        self.whole = [group for group in self.whole if group not in broken]
+        self.whole += self._gather_ahead([row for group in broken for row in group], groups)
+        if len(self.gathering.get(name, ())) >= needed:
+            self.whole.append(self.gathering.pop(name))
+
     def discard(self, rows: list[Any], groups: dict[Any, str]) -> None:
         for members in self.gathering.values():
             members[:] = [row for row in members if row not in rows]

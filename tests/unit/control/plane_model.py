@@ -29,7 +29,7 @@ from rlplane.errors import (
 
 @dataclass
 class Sample:
-    number: int
+    born_at: tuple[int, int]
     tags: dict[str, Any]
     group: str | None = None
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -45,6 +45,8 @@ class Cursor:
     queues: dict[tuple[str, ...], Any] = field(default_factory=dict)
     waiters: list[Claim] = field(default_factory=list)
     kept: dict[str, int] = field(default_factory=dict)
+    # When a sample was given back last, and its place among those that were given back with it.
+    back_at: dict[str, tuple[int, int]] = field(default_factory=dict)
     claims: int = 0
 
 
@@ -54,6 +56,7 @@ class Flow:
     def __init__(self, spec: PartitionSpec) -> None:
         self.spec = spec
         self.written = 0
+        self.events = 0  # writes and samples that were given back, so far
         self.samples: dict[str, Sample] = {}
         self.ever_written: set[str] = set()
         self.writers: set[int] = set()
@@ -74,13 +77,17 @@ class Flow:
             size = self.spec.group_size
             queue = task.queues[required] = ListOfGroups(size, task.kept) if size else ListOfRows()
             ready = [i for i in self.samples if i not in task.claimed and self.is_ready(i, required)]
-            ready.sort(key=lambda i: self._ready_at(i, required))
-            queue.offer(ready, self.groups())
+            # What would have been done to it, had it been there from the beginning.
+            last = {i: max(self._ready_at(i, required), task.back_at.get(i, (0, 0))) for i in ready}
+            for event in sorted({at for at, _ in last.values()}):
+                ids = sorted((i for i in ready if last[i][0] == event), key=lambda i: last[i])
+                is_back = any(task.back_at.get(i, (0, 0))[0] == event for i in ids)
+                (queue.restore if is_back else queue.offer)(ids, self.groups())
         return task.queues[required]
 
     def _ready_at(self, sample_id: str, required: tuple[str, ...]) -> tuple[int, int]:
         sample = self.samples[sample_id]
-        return max((sample.ready_at[name] for name in required), default=(0, sample.number))
+        return max((sample.ready_at[name] for name in required), default=sample.born_at)
 
     def matching(self, claim: Claim) -> set[str] | None:
         if claim.condition is None:
@@ -117,14 +124,18 @@ class Flow:
 
     def give_back(self, task: Cursor, ids: list[str]) -> int:
         back = sorted((i for i in ids if i in task.claimed), key=lambda i: task.claimed[i][1])
-        for sample_id in back:
+        self.events += 1
+        for place, sample_id in enumerate(back):
             del task.claimed[sample_id]
+            task.back_at[sample_id] = (self.events, place)
         size = self.spec.group_size or 0
-        for group in {self.samples[i].group for i in back} if size else ():
+        for group in dict.fromkeys(self.samples[i].group for i in back) if size else ():
             mine = sum(self.samples[i].group == group for i in task.claimed)
             task.kept.pop(str(group), None)
             if mine % size:
                 task.kept[str(group)] = mine % size
+            for queue in task.queues.values():
+                queue.look_again(str(group), self.groups())
         for required, queue in task.queues.items():
             queue.restore([i for i in back if self.is_ready(i, required)], self.groups())
         return len(back)
@@ -140,8 +151,6 @@ class PlaneModel:
         self.answers: list[tuple[Any, Any]] = []
         # Blocks that the state has been given for good and has not yet handed back.
         self.given: dict[int, tuple[str, int]] = {}
-        self._writes = 0
-        self._births = 0
 
     @property
     def live(self) -> int:
@@ -258,6 +267,7 @@ class PlaneModel:
                     queue.discard(gone, groups)
                 for sample_id in gone:
                     task.claimed.pop(sample_id, None)
+                    task.back_at.pop(sample_id, None)
             for sample_id in gone:
                 del flow.samples[sample_id]
             live = {str(sample.group) for sample in flow.samples.values()}
@@ -330,14 +340,13 @@ class PlaneModel:
 
     def _write(self, put: Put) -> None:
         flow = self.flow(put.partition_id)
-        self._writes += 1
+        flow.events += 1
         self._give(put)
         for place, sample_id in enumerate(put.ids):
             tags = put.tags[place] if put.tags else {}
             if sample_id not in flow.samples:
-                self._births += 1
                 group = group_name(sample_id, tags) if flow.spec.group_size else None
-                flow.samples[sample_id] = Sample(self._births, {}, group)
+                flow.samples[sample_id] = Sample((flow.events, place), {}, group)
                 flow.written += 1
             sample = flow.samples[sample_id]
             sample.tags = sample.tags | tags
@@ -346,7 +355,7 @@ class PlaneModel:
             for name, block in put.blocks.items():
                 flow.ever_written.add(name)
                 sample.places[name] = (block, place)
-                sample.ready_at.setdefault(name, (self._writes, place))
+                sample.ready_at.setdefault(name, (flow.events, place))
                 for task in flow.tasks.values():
                     holder, turn = task.claimed.get(sample_id, (None, 0))
                     if holder == put.owner:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlplane.control.arrays import grown
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
+from rlplane.control.samples import rows_by_birth
 from rlplane.control.state import ControlState
 
 
@@ -64,3 +65,4 @@ def test_rows_are_never_given_out_twice_however_the_table_grows(steps: list[tupl
         assert table.ids[rows].tolist() == live
         assert [tags["id"] for tags in table.tags[rows]] == live
         assert len(table.rows) == len(live)
+        assert rows_by_birth(table.serial).tolist() == table.live_rows(None).tolist() == rows
