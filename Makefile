@@ -9,7 +9,7 @@ PINS := constraints.txt pyproject.toml setup.py src/rlplane/storage/_copy.c scri
 RUN := $(VENV)/bin
 # More than there may be cores: much of a test is waiting for processes to start, and for clocks.
 WORKERS ?= 3
-# slipcover measures branches at a few percent of the time, where tracing costs half as much again.
+# slipcover measures branches for a fraction of what tracing costs.
 COVERAGE := build/coverage.json
 MEASURED := $(RUN)/python -m slipcover --branch --source $(CURDIR)/src/rlplane --json --out $(COVERAGE)
 PYTEST := pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=10

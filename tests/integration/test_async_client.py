@@ -502,7 +502,7 @@ def test_it_runs_under_uvloop(engine):
 async def test_the_blocking_client_warns_once_when_it_waits_in_an_event_loop():
     with rlplane.build_data_plane_client(config("memory", storage_capacity=1)) as client:
         client.register_partition("p", ["x"], 10, ["train"])
-        client.put_samples(["a"], "p", rows(1))
+        await asyncio.to_thread(client.put_samples, ["a"], "p", rows(1))
         with pytest.warns(
             RuntimeWarning, match="claim_meta waits in a thread that runs an event loop"
         ) as seen:
@@ -512,7 +512,7 @@ async def test_the_blocking_client_warns_once_when_it_waits_in_an_event_loop():
             client.claim_meta("p", "train", ["x"], 1, timeout_s=0.01)
     with rlplane.build_data_plane_client(config("memory", storage_capacity=1)) as client:
         client.register_partition("p", ["x"], 10, ["train"])
-        client.put_samples(["a"], "p", rows(1))
+        await asyncio.to_thread(client.put_samples, ["a"], "p", rows(1))
         with pytest.warns(RuntimeWarning, match="put_samples waits"), pytest.raises(TimeoutError):
             client.put_samples(["b"], "p", rows(1), timeout_s=0.1)
         with pytest.raises(TimeoutError):

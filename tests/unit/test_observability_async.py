@@ -71,6 +71,8 @@ def rows(count):
     return TensorDict({"x": torch.ones(count, 4)}, batch_size=[count])
 
 
+# On a busy machine the blocking client waits for its put, in the thread of the loop.
+@pytest.mark.filterwarnings("ignore:put_samples waits in a thread that runs an event loop:RuntimeWarning")
 async def test_operations_give_the_events_of_the_blocking_client():
     seen: list[Any] = []
     expected: list[Any] = []

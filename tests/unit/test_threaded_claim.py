@@ -34,6 +34,8 @@ def put(client: rlplane.DataPlaneClient, ids: list[str]) -> None:
     client.put_samples(ids, "p", TensorDict({"x": torch.zeros(len(ids))}, batch_size=[len(ids)]))
 
 
+# The puts go through the loop's own thread, and wait there if the machine is busy.
+@pytest.mark.filterwarnings("ignore:put_samples waits in a thread that runs an event loop:RuntimeWarning")
 def test_nothing_is_lost_by_claims_that_are_cancelled_at_any_moment(client: Any) -> None:
     ids = [f"s{number}" for number in range(400)]
     pick = random.Random(0)
