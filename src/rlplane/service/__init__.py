@@ -11,6 +11,7 @@
     in_process.py   both sides inside one process, without a socket
     journal.py      Journal: every input that changes something, on disk before it is answered
     recovery.py     a service built again from its journal
+    forked_dump.py  ForkedDump: the state as it is now, written by a child process
     block_table.py  which blocks are in which places, and which places are still needed
     commit_checks.py, field_rows.py   what a commit says about its bytes, and what a read is told
     dead_rows.py    bytes that no sample refers to any more, in places that are still needed
