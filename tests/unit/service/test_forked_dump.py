@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.service.test_server import SPEC, RunningServer, claim, ids_of, in_thread, put
+from tests.unit.service.test_server import SPEC, RunningServer, claim, ids_of, in_thread, put, wait_until
 
 from rlplane.control.dump import StateDump, dump_state
 from rlplane.service import core
@@ -80,7 +80,7 @@ def test_others_are_served_while_a_state_is_dumped_and_are_not_in_it(
     saving.join(60)
     assert state_of(saver, answers[0]) == before
     saver.release(answers[0].lease)
-    assert plane.status()["leases"] == 0
+    wait_until(lambda: plane.status()["leases"] == 0)
 
 
 def test_a_child_that_is_killed_is_an_error_and_leaves_no_lease(
@@ -125,5 +125,5 @@ def test_a_client_that_goes_before_the_dump_is_there_leaves_nothing(
     may_go_on.touch()
     while plane.in_loop(lambda: len(plane.server._dumps)):
         time.sleep(0.001)
-    assert plane.status()["leases"] == 0
+    wait_until(lambda: plane.status()["leases"] == 0)
     assert not plane.in_loop(lambda: plane.server.service._frozen)
