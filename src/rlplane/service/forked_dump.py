@@ -6,12 +6,18 @@ large the state is.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import mmap
 import os
+import select
+import signal
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = ["ForkedDump", "run_in_child"]
+__all__ = ["ForkedDump", "ForkedDumps", "run_in_child"]
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**22
 
@@ -41,17 +47,17 @@ class ForkedDump:
     ended."""
 
     def __init__(self, pieces: Callable[[], Iterable[bytes]]) -> None:
-        self._memory = io.FileIO(os.memfd_create("rlplane-dump", os.MFD_CLOEXEC), "r+")
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        self.ended = io.FileIO(reading)
-        try:
-            self._child = run_in_child(lambda: self._write(pieces), keep=(self._memory.fileno(), writing))
-        except OSError:
-            self._memory.close()
-            self.ended.close()
-            raise
-        finally:
-            os.close(writing)  # so that the child's is the only one
+        with contextlib.ExitStack() as opened:
+            self._memory = opened.enter_context(
+                io.FileIO(os.memfd_create("rlplane-dump", os.MFD_CLOEXEC), "r+")
+            )
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            self.ended = opened.enter_context(io.FileIO(reading))
+            try:
+                self._child = run_in_child(lambda: self._write(pieces), keep=(self._memory.fileno(), writing))
+            finally:
+                os.close(writing)  # so that the child's is the only one
+            opened.pop_all()
 
     def _write(self, pieces: Callable[[], Iterable[bytes]]) -> None:
         for piece in pieces():
@@ -62,11 +68,57 @@ class ForkedDump:
     def pieces(self) -> Iterator[bytes] | None:
         """When the child has ended: what it has written; None if that is not everything."""
         with self._memory, self.ended:
-            try:
-                _, status = os.waitpid(self._child, 0)
-            except ChildProcessError:  # somebody else in this process waits for all children
-                status = 1
-            if status:
+            if not self._went_well():
                 return None
             written = mmap.mmap(self._memory.fileno(), 0)
         return (written[at : at + _PIECE_BYTES] for at in range(0, len(written), _PIECE_BYTES))
+
+    def kill(self) -> None:
+        """Nobody needs it any more, whether or not it has ended."""
+        with self._memory, self.ended, contextlib.suppress(ProcessLookupError):
+            os.kill(self._child, signal.SIGKILL)
+            self._went_well()
+
+    def _went_well(self) -> bool:
+        try:
+            return os.waitpid(self._child, 0)[1] == 0
+        except ChildProcessError:  # somebody else in this process waits for all children
+            return False
+
+
+class ForkedDumps:
+    """The dumps that a loop waits for."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        self._running: dict[int, tuple[ForkedDump, Callable[[Iterator[bytes] | None], None]]] = {}
+
+    def start(
+        self, pieces: Callable[[], Iterator[bytes]], then: Callable[[Iterator[bytes] | None], None]
+    ) -> None:
+        """Have what ``pieces`` makes given to ``then``, in the loop; None if the child died."""
+        try:
+            dump = ForkedDump(pieces)
+        except OSError as error:
+            logger.warning("dumps the state in place, for want of a child process: %s", error)
+            then(pieces())
+            return
+        self._running[dump.ended.fileno()] = dump, then
+        self._epoll.register(dump.ended.fileno(), select.EPOLLIN)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._running
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def finish(self, fd: int) -> None:
+        """The child that holds this file has ended."""
+        dump, then = self._running.pop(fd)
+        self._epoll.unregister(fd)
+        then(dump.pieces())
+
+    def close(self) -> None:
+        """End the children that still write."""
+        while self._running:
+            self._running.popitem()[1][0].kill()

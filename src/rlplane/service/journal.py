@@ -188,7 +188,11 @@ class Journal:
         os.close(self._fd)
         self.generation += 1
         self._open()
-        self._child = run_in_child(lambda: write_dump(self.directory, self.generation, service_state))
+        try:
+            self._child = run_in_child(lambda: write_dump(self.directory, self.generation, service_state))
+        except OSError as error:
+            # The journals of before are still there, and are read with this one.
+            logger.warning("the journal is not made shorter, for want of a child process: %s", error)
 
     def tidy(self) -> None:
         """Remove what a finished dump has made superfluous."""

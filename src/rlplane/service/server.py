@@ -21,14 +21,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.service import protocol as wire
 from rlplane.service.core import ControlService, PendingRequest
-from rlplane.service.forked_dump import ForkedDump
+from rlplane.service.forked_dump import ForkedDumps
 from rlplane.service.framing import LONGEST, Inbox, MessageTooLong, message
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import About, JournaledHost, Recovered
@@ -101,7 +101,6 @@ class Server:
             self.service = recovered.service
             self.service.storage, self.service.journal = noted, journal
             self.service.deliver = self._send
-        self.service.dump_apart = self._dump_apart
         self._storage, self._listener, self._token = noted, listener, token
         self._epoll = select.epoll()
         listener.setblocking(False)
@@ -109,7 +108,8 @@ class Server:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._called: deque[Callable[[], None]] = deque()
-        self._dumps: dict[int, Callable[[], None]] = {}  # by the file that says that a child has ended
+        self._dumps = ForkedDumps(self._epoll)
+        self.service.dump_apart = self._dumps.start
         # Requests that are handled when enough tags have been looked at, with what looks.
         self._looking: deque[tuple[Callable[[], bool], PendingRequest, wire.Envelope, bytes]] = deque()
         self._busy_since = 0.0
@@ -214,6 +214,7 @@ class Server:
         for known in (self._peers, self._peers_by_fd, self._unknown):
             known.clear()
         self._listener.close()
+        self._dumps.close()
         self._epoll.close()
         os.close(self._wake_fd)
         self._wake_fd = -1
@@ -276,7 +277,7 @@ class Server:
             while self._called:
                 self._called.popleft()()
         elif fd in self._dumps:
-            self._dumps.pop(fd)()
+            self._dumps.finish(fd)
 
     # Connections
 
@@ -528,23 +529,6 @@ class Server:
         except Exception as error:
             logger.exception("a %s request failed", type(envelope.request).__name__)
             self._send(request, wire.Failure("", f"{type(error).__name__}: {error}"))
-
-    def _dump_apart(
-        self, pieces: Callable[[], Iterator[bytes]], then: Callable[[Iterator[bytes] | None], None]
-    ) -> None:
-        try:
-            dump = ForkedDump(pieces)
-        except OSError as error:
-            logger.warning("dumps the state in place, for want of a child process: %s", error)
-            then(pieces())
-            return
-
-        def finish() -> None:
-            self._epoll.unregister(dump.ended.fileno())
-            then(dump.pieces())
-
-        self._epoll.register(dump.ended.fileno(), select.EPOLLIN)
-        self._dumps[dump.ended.fileno()] = finish
 
     def _abandon(self, client: int, number: int) -> None:
         # The request may still be on its way through one of the client's channels. The service remembers the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlplane.control.dump import StateDump, dump_state
 from rlplane.service import core
 from rlplane.service import protocol as wire
 from rlplane.service.connection import SocketConnection
+from rlplane.service.journal import Joined, Journal, read_records
 
 IDS = [f"s{number}" for number in range(20)]
 
@@ -41,6 +43,25 @@ def in_child(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> N
     monkeypatch.setattr(StateDump, "pieces", pieces_in_child)
 
 
+@pytest.fixture
+def may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The child that dumps the state waits until this file is there."""
+    file = tmp_path / "may-go-on"
+
+    def wait() -> None:
+        while not file.exists():
+            time.sleep(0.005)
+
+    in_child(monkeypatch, wait)
+    return file
+
+
+def begin_to_save(plane: RunningServer, saver: SocketConnection) -> tuple[threading.Thread, list[Any]]:
+    saving, answers = in_thread(lambda: saver.exchange(wire.Freeze(), waits_s=60.0))
+    wait_until(lambda: plane.in_loop(lambda: len(plane.server._dumps)))
+    return saving, answers
+
+
 def filled(plane: RunningServer) -> SocketConnection:
     client = plane.client()
     client.exchange(wire.Register(SPEC))
@@ -58,20 +79,11 @@ def state_of(client: SocketConnection, frozen: Any) -> bytes:
 
 
 def test_others_are_served_while_a_state_is_dumped_and_are_not_in_it(
-    plane: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plane: RunningServer, may_go_on: Path
 ) -> None:
-    may_go_on = tmp_path / "may-go-on"
-
-    def wait() -> None:
-        while not may_go_on.exists():
-            time.sleep(0.005)
-
-    in_child(monkeypatch, wait)
     saver, worker = filled(plane), plane.client()
     before = plane.in_loop(lambda: dump_state(plane.server.service.state))
-    saving, answers = in_thread(lambda: saver.exchange(wire.Freeze(), waits_s=60.0))
-    while not plane.in_loop(lambda: len(plane.server._dumps)):
-        time.sleep(0.001)
+    saving, answers = begin_to_save(plane, saver)
     put(worker, "new")
     assert ids_of(worker.exchange(claim(5))) == IDS[:5]
     worker.exchange(wire.Clear("p", IDS[:5]))
@@ -107,23 +119,42 @@ def test_without_room_for_a_child_the_state_is_dumped_in_place(
 
 
 def test_a_client_that_goes_before_the_dump_is_there_leaves_nothing(
-    plane: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plane: RunningServer, may_go_on: Path
 ) -> None:
-    may_go_on = tmp_path / "may-go-on"
-
-    def wait() -> None:
-        while not may_go_on.exists():
-            time.sleep(0.005)
-
-    in_child(monkeypatch, wait)
     saver = filled(plane)
-    saving, _ = in_thread(lambda: saver.exchange(wire.Freeze(), waits_s=60.0))
-    while not plane.in_loop(lambda: len(plane.server._dumps)):
-        time.sleep(0.001)
+    saving, _ = begin_to_save(plane, saver)
     saver.close()
     saving.join(60)
     may_go_on.touch()
-    while plane.in_loop(lambda: len(plane.server._dumps)):
-        time.sleep(0.001)
+    wait_until(lambda: not plane.in_loop(lambda: len(plane.server._dumps)))
     wait_until(lambda: plane.status()["leases"] == 0)
     assert not plane.in_loop(lambda: plane.server.service._frozen)
+
+
+@pytest.mark.usefixtures("may_go_on")
+def test_a_service_that_ends_leaves_no_child_behind(plane: RunningServer) -> None:
+    saver = filled(plane)
+    saving, _ = begin_to_save(plane, saver)
+    (dump, _), *_ = plane.server._dumps._running.values()
+    plane.close()
+    saving.join(60)
+    assert dump.ended.closed
+    with pytest.raises(ProcessLookupError):
+        os.kill(dump._child, 0)
+
+
+def test_a_journal_that_cannot_be_made_shorter_is_still_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_fork() -> int:
+        raise OSError("no memory for a child")
+
+    monkeypatch.setattr(os, "fork", no_fork)
+    journal = Journal(tmp_path)
+    journal.add(Joined(1, "secret", True))
+    journal.compact({"not": "dumped"})
+    journal.add(Joined(2, "another", False))
+    journal.close()
+    state, records, newest = read_records(tmp_path)
+    assert state is None and newest == 1
+    assert [record.client for record in records if isinstance(record, Joined)] == [1, 2]
