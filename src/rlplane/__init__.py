@@ -3,6 +3,7 @@
 # Where things are (docs/architecture.md has the picture, the glossary and the way of each call):
 #
 #   interfaces.py      DataPlaneClient, KVBatchMeta and the config types: all that a trainer needs to know
+#   batch_meta.py      KVBatchMeta itself
 #   async_interface.py AsyncDataPlaneClient: its methods as coroutines
 #   threaded_claim.py  a claim of a blocking client in an asyncio program
 #   errors.py          every error, its hierarchy drawn in the docstring

@@ -31,7 +31,7 @@ from rlplane.observability import (
     wrap_with_observability,
 )
 from rlplane.observability.sizes import object_bytes
-from rlplane.transfer_stats import TransferRecord, TransferStats
+from rlplane.transfer_stats import TransferRecord
 
 SIX_KEYS = {"op", "partition_id", "n_keys", "n_bytes", "wall_ms", "status"}
 
@@ -572,7 +572,6 @@ def _put_and_leave(path: str) -> None:
 def test_the_engines_transfers_are_taken_over_summed_up_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rlplane.observability")
     inner = memory_client("transfers")
-    inner.transfer_stats = TransferStats()
     client = MetricsDataPlaneClient(inner, transfer_log_interval_s=0.05)
     client.register_partition("p", ["x"], 1, ["t"])
     inner.transfer_stats.record_transfer(TransferRecord(2**20, 2, 0.001, 0.01))
@@ -589,7 +588,6 @@ def test_the_engines_transfers_are_taken_over_summed_up_and_logged(caplog: pytes
 def test_the_transfer_log_is_silent_when_nothing_happened(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="rlplane.observability")
     inner = memory_client("silent")
-    inner.transfer_stats = TransferStats()
     client = MetricsDataPlaneClient(inner, transfer_log_interval_s=0.01)
     client._monitor.log_transfers(10)
     client.close()

@@ -2,7 +2,8 @@
 
 client.py          PlaneClient: the one client, over a connection and a storage
 async_client.py    AsyncPlaneClient: the same on an event loop
-steps.py           what a call consists of, which both of them perform
+calls.py           PlaneCalls: what each call does, as steps that both of them perform
+steps.py           what a call consists of
 link.py            the connection and the storage of a connected client
 checkpoint.py      saving and loading a plane, on every engine
 local/             one machine: memory and shared memory

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tensordict import TensorDict
 
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.client import PlaneClient, rows_of
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Exchange, Undo
@@ -98,7 +99,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         produces: dict[str, list[str]] | None = None,
     ) -> None:
         return await self._call(
-            PlaneClient._register_steps,
+            PlaneCalls.register,
             partition_id,
             fields,
             num_samples,
@@ -128,7 +129,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         repeat_where: Mapping[str, Any] | None = None,
     ) -> KVBatchMeta:
         return await self._call(
-            PlaneClient._claim_steps,
+            PlaneCalls.claim,
             partition_id,
             task_name,
             required_fields,
@@ -149,7 +150,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         return await self.get_samples(*rows_of(meta, select_fields))
 
     async def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        return await self._call(PlaneClient._consumed_steps, partition_id, task_names)
+        return await self._call(PlaneCalls.consumed, partition_id, task_names)
 
     # By key
 
@@ -164,7 +165,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         must_exist: bool = False,
     ) -> KVBatchMeta:
         return await self._call(
-            PlaneClient._put_steps,
+            PlaneCalls.put,
             sample_ids,
             partition_id,
             fields,
@@ -184,7 +185,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> KVBatchMeta:
         return await self._call(
-            PlaneClient._put_steps,
+            PlaneCalls.put,
             sample_ids,
             partition_id,
             fields,
@@ -197,10 +198,10 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
     async def get_samples(
         self, sample_ids: list[str], partition_id: str, select_fields: list[str]
     ) -> TensorDict:
-        return await self._call(PlaneClient._get_steps, sample_ids, partition_id, select_fields)
+        return await self._call(PlaneCalls.get, sample_ids, partition_id, select_fields)
 
     async def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        return await self._call(PlaneClient._clear_steps, sample_ids, partition_id)
+        return await self._call(PlaneCalls.clear, sample_ids, partition_id)
 
     # The optional ones
 
@@ -213,48 +214,48 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         limit: int | None = None,
         order: str | None = None,
     ) -> KVBatchMeta:
-        return await self._call(PlaneClient._peek_steps, partition_id, where, fields, limit, order)
+        return await self._call(PlaneCalls.peek, partition_id, where, fields, limit, order)
 
     async def advance_version(self, partition_id: str, version: int) -> None:
-        await self._call(PlaneClient._advance_steps, partition_id, version)
+        await self._call(PlaneCalls.advance, partition_id, version)
 
     async def finish_partition(self, partition_id: str) -> None:
-        await self._call(PlaneClient._value_steps, wire.Finish(partition_id))
+        await self._call(PlaneCalls.value, wire.Finish(partition_id))
 
     async def close_group(
         self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
     ) -> int:
-        return await self._call(PlaneClient._close_group_steps, partition_id, group, reason, fields)
+        return await self._call(PlaneCalls.close_group, partition_id, group, reason, fields)
 
     async def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
-        return await self._call(PlaneClient._should_abort_steps, sample_ids, partition_id)
+        return await self._call(PlaneCalls.should_abort, sample_ids, partition_id)
 
     async def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
-        return await self._call(PlaneClient._evicted_steps, partition_id, limit)
+        return await self._call(PlaneCalls.evicted, partition_id, limit)
 
     async def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
-        return await self._call(PlaneClient._count_steps, partition_id, where)
+        return await self._call(PlaneCalls.count, partition_id, where)
 
     async def unclaim(self, meta: KVBatchMeta) -> None:
-        await self._call(PlaneClient._unclaim_steps, meta)
+        await self._call(PlaneCalls.unclaim, meta)
 
     async def finish_claims(self, meta: KVBatchMeta) -> None:
-        await self._call(PlaneClient._unclaim_steps, meta, is_finished=True)
+        await self._call(PlaneCalls.unclaim, meta, is_finished=True)
 
     async def drop_partition(self, partition_id: str) -> None:
-        await self._call(PlaneClient._drop_steps, partition_id)
+        await self._call(PlaneCalls.drop, partition_id)
 
     async def list_sample_ids(self, partition_id: str) -> list[str]:
-        ids: list[str] = await self._call(PlaneClient._value_steps, wire.ListIds(partition_id))
+        ids: list[str] = await self._call(PlaneCalls.value, wire.ListIds(partition_id))
         return ids
 
     async def partition_status(self, partition_id: str) -> PartitionStatus:
-        status: PartitionStatus = await self._call(PlaneClient._value_steps, wire.Status(partition_id))
+        status: PartitionStatus = await self._call(PlaneCalls.value, wire.Status(partition_id))
         return status
 
     async def service_status(self) -> dict[str, Any]:
         """What the control service holds: its process, clients, leases, requests served, sizes of storage."""
-        status: dict[str, Any] = await self._call(PlaneClient._value_steps, wire.ServiceStatus())
+        status: dict[str, Any] = await self._call(PlaneCalls.value, wire.ServiceStatus())
         return status
 
     async def save_checkpoint(
@@ -333,13 +334,13 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
 
     async def _call(
         self,
-        steps: Callable[Concatenate[PlaneClient, Link, P], Call[T]],
+        steps: Callable[Concatenate[PlaneCalls, Link, P], Call[T]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
         attachment = self._attachment_now() or await self._attached()
         link, connection = attachment.link, attachment.connection
-        call = steps(attachment.engine, link, *args, **kwargs)
+        call = steps(attachment.engine._calls, link, *args, **kwargs)
         result: Any = None
         error: BaseException | None = None
         while True:

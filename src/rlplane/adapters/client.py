@@ -1,11 +1,8 @@
 """``PlaneClient``: the one client, over a connection to the control service and a storage.
 
-A put encodes its columns, writes them to a place in storage and commits that in one round trip. A get asks
-where the rows are, and reads them from storage under a lease. Engines differ only in how a client gets its
-connection and its storage: they subclass it and say so in :meth:`PlaneClient._open_link`.
-
-What a call does is in its ``_…_steps`` method, which yields steps (``adapters/steps.py``): this client
-performs them in the calling thread, and the asyncio client performs the same on its event loop.
+What a call does is in ``adapters/calls.py``, as steps, which this client performs in the calling thread.
+Engines differ only in how a client gets its connection and its storage: they subclass it and say so in
+:meth:`PlaneClient._open_link`.
 """
 
 from __future__ import annotations
@@ -18,30 +15,23 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torch import Tensor
+from tensordict import TensorDict
 
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.checkpoint import PeriodicCheckpoints, load_plane, save_plane
 from rlplane.adapters.link import Link
-from rlplane.adapters.steps import Call, Exchange, MoveBytes, Step, Undo, ask
+from rlplane.adapters.steps import Call, MoveBytes, Step, Undo
 from rlplane.call_times import open_account
 from rlplane.caller import warn_caller
 from rlplane.control.policies import FlowPolicy
-from rlplane.control.rules import PartitionSpec, check_ids, check_names, check_timeout, compile_where
 from rlplane.errors import (
-    CapacityTimeoutError,
     ClientClosedError,
-    DataPlaneError,
     InvalidRequestError,
     PlaneConnectionError,
-    SamplesLostError,
-    UnknownPartitionError,
 )
 from rlplane.interfaces import (
     DEFAULT_TIMEOUT_S,
@@ -51,24 +41,14 @@ from rlplane.interfaces import (
     PartitionStatus,
 )
 from rlplane.service import protocol as wire
-from rlplane.storage.assembly import Assembler
-from rlplane.storage.layout import EncodedColumn, encode_columns
-from rlplane.storage.leases import ReadLease
-from rlplane.storage.objects import open_tags, plain_tags
-from rlplane.storage.places import Located, OutOfPagesError, Place, RowsLostError, UnitsDiedError
-from rlplane.storage.sums import RowChecks, with_sums
-from rlplane.transfer_stats import TransferRecord, TransferStats
+from rlplane.storage.sums import RowChecks
+from rlplane.transfer_stats import TransferStats
 
 __all__ = ["DEFAULT_ACK_TIMEOUT_MS", "DEFAULT_RECONNECT_TIMEOUT_S", "PlaneClient", "rows_of"]
 
 DEFAULT_ACK_TIMEOUT_MS = 30_000
 DEFAULT_RECONNECT_TIMEOUT_S = 30.0
-_WRITE_ATTEMPTS = 8
-_OBJECT_BYTES = 2048  # taken for the size of an object in a column, before it is encoded
 _HAS_WAITED_S = 0.05
-# How long a put waits before it asks a machine for memory again that had none.
-_OUT_OF_PAGES_S = 0.1
-_IN_A_THREAD = 2**30  # so large that an event loop leaves it to a thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,8 +70,7 @@ class PlaneClient(DataPlaneClient):
 
     def _set_up_unconnected(self) -> None:
         cfg = self._cfg
-        self._allow_pickle = bool(cfg.get("allow_pickle", False))
-        self._spare_limit = int(cfg["local_buffer_size"])
+        self._calls = PlaneCalls(cfg)
         self._ack_timeout_s = cfg.get("ack_timeout_ms", DEFAULT_ACK_TIMEOUT_MS) / 1000
         self._reconnect_timeout_s = cfg.get("reconnect_timeout_s", DEFAULT_RECONNECT_TIMEOUT_S)
         self._closed = False
@@ -99,12 +78,7 @@ class PlaneClient(DataPlaneClient):
         self._lock = threading.Lock()
         self._link_now: Link | None = None
         self._checkpoints: PeriodicCheckpoints | None = None
-        self._warned: set[tuple[str, str]] = set()
         self._warned_of_loop = False
-        self.transfer_stats = TransferStats()
-        watched: Mapping[str, Any] = cfg.get("observability") or {}
-        is_verified = watched.get("enabled", False) and watched.get("verify", False)
-        self.row_checks = RowChecks() if is_verified else None
 
     # What an engine says
 
@@ -130,7 +104,7 @@ class PlaneClient(DataPlaneClient):
         produces: dict[str, list[str]] | None = None,
     ) -> None:
         self._call(
-            self._register_steps,
+            PlaneCalls.register,
             partition_id,
             fields,
             num_samples,
@@ -140,41 +114,6 @@ class PlaneClient(DataPlaneClient):
             flow,
             produces,
         )
-
-    def _register_steps(
-        self,
-        link: Link,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None,
-        enums: dict[str, list[str]] | None,
-        flow: FlowPolicy | Mapping[str, Any] | None,
-        produces: dict[str, list[str]] | None,
-    ) -> Call[None]:
-        spec = PartitionSpec.checked(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, flow, produces
-        )
-        yield from ask(wire.Register(spec), wire.Done)
-        link.specs.pop(partition_id, None)
-
-    def _declare_steps(
-        self, link: Link, partition_id: str, fields: Sequence[str], tasks: Sequence[str] = ()
-    ) -> Call[None]:
-        """Let the partition come into being, with these fields and tasks beside those that it has.
-
-        For the interfaces of others, in which a partition need not be registered.
-        """
-        try:
-            _, known = yield from link.describe(partition_id)
-            if set(fields) <= set(known.fields) and set(tasks) <= set(known.tasks):
-                return
-        except UnknownPartitionError:
-            pass
-        spec = PartitionSpec.checked(partition_id, list(fields), 0, list(tasks))
-        yield from ask(wire.Register(spec, extend=True), wire.Done)
-        link.specs.pop(partition_id, None)
 
     def claim_meta(
         self,
@@ -195,7 +134,7 @@ class PlaneClient(DataPlaneClient):
         repeat_where: Mapping[str, Any] | None = None,
     ) -> KVBatchMeta:
         return self._call(
-            self._claim_steps,
+            PlaneCalls.claim,
             partition_id,
             task_name,
             required_fields,
@@ -212,62 +151,11 @@ class PlaneClient(DataPlaneClient):
             repeat_where=repeat_where,
         )
 
-    def _claim_steps(
-        self,
-        link: Link,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None,
-        blocking: bool,
-        timeout_s: float | None,
-        *,
-        where: Mapping[str, Any] | None,
-        max_tokens: int | None,
-        order: str | None,
-        dp_world: int | None,
-        step: str | int | None,
-        max_uses: int,
-        repeat_where: Mapping[str, Any] | None,
-    ) -> Call[KVBatchMeta]:
-        timeout_s = float("inf") if timeout_s is None else check_timeout(timeout_s)
-        if (step is None) != (dp_world is None) or (step is not None and dp_rank is None):
-            raise InvalidRequestError(
-                "a claim that ranks share needs dp_rank, dp_world and step; given are "
-                f"dp_rank={dp_rank!r}, dp_world={dp_world!r} and step={step!r}"
-            )
-        if type(max_uses) is not int:
-            raise InvalidRequestError(f"max_uses is an integer of at least 1, not {max_uses!r}")
-        names = check_names("required_fields", required_fields)
-        plain = _plain_where(where)
-        request = wire.ClaimRequest(
-            partition_id,
-            task_name,
-            names,
-            batch_size,
-            blocking,
-            float(timeout_s),
-            plain,
-            max_tokens,
-            order,
-        )
-        request.max_uses, request.repeat_where = max_uses, _plain_where(repeat_where)
-        if step is not None:
-            request.step, request.dp_rank, request.dp_world = str(step), dp_rank or 0, dp_world or 1
-        claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s if blocking else 0.0)
-        tags = open_tags(claimed.tags, allow_pickle=self._allow_pickle)
-        return KVBatchMeta._adopt(partition_id, task_name, claimed.ids, names, tags)
-
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
         return self.get_samples(*rows_of(meta, select_fields))
 
     def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        return self._call(self._consumed_steps, partition_id, task_names)
-
-    def _consumed_steps(self, link: Link, partition_id: str, task_names: list[str]) -> Call[bool]:
-        names = check_names("task_names", task_names)
-        return bool((yield from ask(wire.Consumed(partition_id, names), wire.Done)).value)
+        return self._call(PlaneCalls.consumed, partition_id, task_names)
 
     # By key
 
@@ -282,7 +170,7 @@ class PlaneClient(DataPlaneClient):
         must_exist: bool = False,
     ) -> KVBatchMeta:
         return self._call(
-            self._put_steps,
+            PlaneCalls.put,
             sample_ids,
             partition_id,
             fields,
@@ -302,7 +190,7 @@ class PlaneClient(DataPlaneClient):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> KVBatchMeta:
         return self._call(
-            self._put_steps,
+            PlaneCalls.put,
             sample_ids,
             partition_id,
             fields,
@@ -312,229 +200,11 @@ class PlaneClient(DataPlaneClient):
             finishes=finish,
         )
 
-    def _put_steps(
-        self,
-        link: Link,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None,
-        tags: list[dict[str, Any]] | None,
-        *,
-        timeout_s: float,
-        must_exist: bool = False,
-        appends: bool = False,
-        finishes: bool = True,
-    ) -> Call[KVBatchMeta]:
-        if appends and fields is None:
-            raise InvalidRequestError("append_samples needs the fields that grow, as a TensorDict, not None")
-        deadline = time.monotonic() + check_timeout(timeout_s)
-        ids = check_ids(sample_ids)
-        sealed = None
-        if tags is not None:
-            if len(tags) != len(ids):
-                raise InvalidRequestError(
-                    f"{len(tags)} tags for {len(ids)} sample_ids; it needs one per sample"
-                )
-            sealed = plain_tags(tags, allow_pickle=self._allow_pickle)
-        for attempt in range(_WRITE_ATTEMPTS):
-            version, spec = yield from link.describe(partition_id)
-            columns: list[EncodedColumn] = []
-            if fields is not None:
-                encode = partial(self._encode, link, ids, fields, spec)
-                size = _bytes_of_objects(fields) if self.row_checks is None else _IN_A_THREAD
-                columns = yield MoveBytes(encode, size)
-            commit = wire.Commit(
-                partition_id,
-                version,
-                ids,
-                [column.name for column in columns],
-                [column.layout for column in columns],
-                None,
-                0,
-                0.0,
-                sealed,
-                must_exist=must_exist,
-                appends=appends,
-                finishes=finishes,
-            )
-            # From the second attempt on without a spare place, which may have been the reason for it.
-            if not ids or (
-                yield from self._write_steps(link, columns, commit, deadline, spare_allowed=not attempt)
-            ):
-                break
-            # Registered again meanwhile, perhaps with another vocabulary: look, and encode anew.
-            link.specs.pop(partition_id, None)
-        else:
-            raise InvalidRequestError(f"partition {partition_id!r} is registered again and again")
-        names = None if fields is None else commit.fields
-        self._warn_undeclared(spec, names or ())
-        known = [{} for _ in ids] if sealed is None else open_tags(sealed, allow_pickle=self._allow_pickle)
-        return KVBatchMeta._adopt(partition_id, None, list(ids), names, known)
-
-    def _encode(
-        self, link: Link, ids: Sequence[str], fields: TensorDict, spec: PartitionSpec
-    ) -> list[EncodedColumn]:
-        columns = encode_columns(
-            fields,
-            len(ids),
-            spec.enums,
-            allow_pickle=self._allow_pickle,
-            offsets_in_block=link.storage.keeps_offsets,
-        )
-        return columns if self.row_checks is None else [with_sums(column, ids) for column in columns]
-
-    def _write_steps(
-        self,
-        link: Link,
-        columns: Sequence[EncodedColumn],
-        commit: wire.Commit,
-        deadline: float,
-        *,
-        spare_allowed: bool,
-    ) -> Call[bool]:
-        """Write and commit; False if the partition or the place is not what the client thought it was."""
-        used = sum([column.nbytes for column in columns])
-        place: Place | None = None
-        asked = is_spare = False
-        writing = committing = started = time.perf_counter()
-        try:
-            if columns:
-                # A put whose rows are all empty has no bytes, and a place all the same.
-                used = max(used, 1)
-                place = link.take_spare(used) if spare_allowed else None
-                is_spare = place is not None
-                while True:
-                    if place is None:
-                        left = max(deadline - time.monotonic(), 0.0)
-                        reserve = wire.Reserve(used, left, commit.partition_id, commit.ids)
-                        place = (yield from ask(reserve, wire.Reserved, waits_s=left)).place
-                    began = yield MoveBytes(partial(_write, link, place, columns, deadline), used)
-                    if isinstance(began, float):
-                        break
-                    if isinstance(began, UnitsDiedError):
-                        # The service has not known it, or the place would be in others.
-                        yield from ask(wire.Lost(began.loss), wire.Done)
-                        yield from ask(wire.Unreserve(place.number), wire.Done)
-                        place, is_spare = None, False
-                        continue
-                    # The machine has less memory than the plane may use. Nobody says when it has more again.
-                    yield from ask(wire.Unreserve(place.number, out_of_pages=True), wire.Done)
-                    place, is_spare = None, False
-                    if time.monotonic() >= deadline:
-                        raise CapacityTimeoutError(str(began))
-                    yield MoveBytes(partial(time.sleep, _OUT_OF_PAGES_S), _IN_A_THREAD)
-                writing = began
-                committing = time.perf_counter()
-                commit.place, commit.used = place.number, used
-                # A little more than this put, because the next ragged batch is never of the same size.
-                commit.want = min(used + used // 8, self._spare_limit) if used <= self._spare_limit else 0
-            commit.timeout_s = max(deadline - time.monotonic(), 0.0)
-            asked = True
-            answer = yield Exchange(commit, commit.timeout_s)
-        except GeneratorExit:
-            raise  # nobody drives this call any more: the client is gone, and its places with it
-        except BaseException as error:
-            # A service that has not answered the commit is not asked again.
-            gone = asked and isinstance(error, PlaneConnectionError)
-            if place is not None and not gone:
-                # Nothing happens if the commit has come through after all.
-                yield Undo(wire.Unreserve(place.number))
-                if is_spare and not asked:
-                    # It may have been revoked: then the service knows nothing of it, and nobody clears it.
-                    with contextlib.suppress(DataPlaneError):
-                        link.storage.discard(place)
-            raise
-        if isinstance(answer, wire.Failure):
-            if answer.kind in ("StaleSpecError", "StalePlaceError"):
-                if place is not None:
-                    with contextlib.suppress(DataPlaneError):
-                        link.storage.discard(place)
-                return False
-            self.transfer_stats.record_failed_transfer()
-            raise wire.error_of(answer)
-        assert isinstance(answer, wire.Done)
-        if answer.spare is not None:
-            link.spare = answer.spare
-        if columns:
-            post_s = time.perf_counter() - committing + writing - started
-            self.transfer_stats.record_transfer(
-                TransferRecord(used, len(columns), post_s, committing - writing)
-            )
-        return True
-
-    def _warn_undeclared(self, spec: PartitionSpec, names: Sequence[str]) -> None:
-        """Warn once per partition and field about fields that nobody declared."""
-        for name in names:
-            if name not in spec.fields and (spec.partition_id, name) not in self._warned:
-                self._warned.add((spec.partition_id, name))
-                warn_caller(
-                    f"field {name!r} of partition {spec.partition_id!r} was not declared; "
-                    f"declared are {spec.fields}",
-                    UserWarning,
-                )
-
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        return self._call(self._get_steps, sample_ids, partition_id, select_fields)
-
-    def _get_steps(
-        self, link: Link, sample_ids: list[str], partition_id: str, select_fields: list[str]
-    ) -> Call[TensorDict]:
-        names = check_names("select_fields", select_fields)
-        if not names:
-            raise InvalidRequestError("select_fields is empty; name the fields to read")
-        ids = check_ids(sample_ids, distinct=False)
-        started = time.perf_counter()
-        located = yield from ask(wire.Locate(partition_id, ids, names), Located)
-        reading = time.perf_counter()
-        connection, number = link.connection, located.lease
-        lease = ReadLease(lambda: connection.release(number))
-
-        def read() -> tuple[dict[str, Any], int]:
-            with link.in_use:
-                source = link.storage.open(located, lease)
-                # The source does not know the assembler: in a cycle, what was read would outlive its reader
-                # until the garbage collector came by.
-                if self.row_checks is not None:
-                    self.row_checks.check(partition_id, ids, names, located, source.read)
-                layouts = {block: layout for block, (_, _, layout) in located.blocks.items()}
-                assembler = Assembler(layouts, source, allow_pickle=self._allow_pickle)
-                paths = located.paths or [""] * len(names)
-                columns = {
-                    name: assembler.column(name, rows, path)
-                    for name, rows, path in zip(names, located.rows, paths, strict=True)
-                }
-                assembler.finish()
-                return columns, source.nbytes
-
-        try:
-            columns, nbytes = yield MoveBytes(read, _bytes_of_rows(located, len(ids)))
-        except RowsLostError as error:
-            lost = list(dict.fromkeys(ids[row] for row in error.rows))
-            shown = ", ".join(map(repr, lost[:3])) + (", …" if len(lost) > 3 else "")
-            if error.loss:
-                yield Undo(wire.Lost(error.loss))
-            raise SamplesLostError(
-                f"{error.message}; lost with it are {len(lost)} of the {len(set(ids))} samples asked for: "
-                f"{shown}"
-            ) from error
-        finally:
-            lease.done()
-        if located.blocks:
-            self.transfer_stats.record_transfer(
-                TransferRecord(nbytes, len(located.blocks), reading - started, time.perf_counter() - reading)
-            )
-        # Not the constructor: it asks every nested tensor for its shape, which takes longer than reading it.
-        # What it would check, that every column has as many rows, is known here.
-        return TensorDict._new_unsafe(columns, batch_size=torch.Size([len(ids)]))
+        return self._call(PlaneCalls.get, sample_ids, partition_id, select_fields)
 
     def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        self._call(self._clear_steps, sample_ids, partition_id)
-
-    def _clear_steps(self, link: Link, sample_ids: list[str] | None, partition_id: str) -> Call[None]:
-        ids = None if sample_ids is None else check_ids(sample_ids, distinct=False)
-        cleared = (yield from ask(wire.Clear(partition_id, ids), wire.Done)).value
-        if ids is None and not cleared:
-            warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
+        self._call(PlaneCalls.clear, sample_ids, partition_id)
 
     # The optional ones
 
@@ -547,115 +217,57 @@ class PlaneClient(DataPlaneClient):
         limit: int | None = None,
         order: str | None = None,
     ) -> KVBatchMeta:
-        return self._call(self._peek_steps, partition_id, where, fields, limit, order)
-
-    def _peek_steps(
-        self,
-        link: Link,
-        partition_id: str,
-        where: Mapping[str, Any] | None,
-        fields: list[str] | None,
-        limit: int | None,
-        order: str | None,
-    ) -> Call[KVBatchMeta]:
-        names = None if fields is None else check_names("fields", fields)
-        _check_limit(limit)
-        request = wire.Peek(partition_id, _plain_where(where), names or [], limit, order)
-        seen = yield from ask(request, wire.Claimed)
-        tags = open_tags(seen.tags, allow_pickle=self._allow_pickle)
-        return KVBatchMeta._adopt(partition_id, None, seen.ids, names, tags)
+        return self._call(PlaneCalls.peek, partition_id, where, fields, limit, order)
 
     def advance_version(self, partition_id: str, version: int) -> None:
-        self._call(self._advance_steps, partition_id, version)
-
-    def _advance_steps(self, link: Link, partition_id: str, version: int) -> Call[None]:
-        if type(version) is not int:
-            raise InvalidRequestError(f"version must be an integer, not {version!r}")
-        yield from ask(wire.Advance(partition_id, version), wire.Done)
+        self._call(PlaneCalls.advance, partition_id, version)
 
     def finish_partition(self, partition_id: str) -> None:
-        self._call(self._value_steps, wire.Finish(partition_id))
+        self._call(PlaneCalls.value, wire.Finish(partition_id))
 
     def close_group(
         self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
     ) -> int:
-        return self._call(self._close_group_steps, partition_id, group, reason, fields)
-
-    def _close_group_steps(
-        self, link: Link, partition_id: str, group: str | int, reason: str, fields: list[str] | None
-    ) -> Call[int]:
-        if type(group) not in (str, int) or not isinstance(reason, str) or not reason:
-            raise InvalidRequestError(
-                f"a group is a string or an integer and the reason a text, not {group!r} and {reason!r}"
-            )
-        names = check_names("fields", fields or [])
-        left: int = (yield from ask(wire.CloseGroup(partition_id, group, reason, names), wire.Done)).value
-        return left
+        return self._call(PlaneCalls.close_group, partition_id, group, reason, fields)
 
     def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
-        return self._call(self._should_abort_steps, sample_ids, partition_id)
-
-    def _should_abort_steps(self, link: Link, sample_ids: list[str], partition_id: str) -> Call[list[str]]:
-        ids = check_ids(sample_ids, distinct=False)
-        vain: list[str] = (yield from ask(wire.ShouldAbort(partition_id, ids), wire.Done)).value
-        return vain
+        return self._call(PlaneCalls.should_abort, sample_ids, partition_id)
 
     def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
-        return self._call(self._evicted_steps, partition_id, limit)
-
-    def _evicted_steps(self, link: Link, partition_id: str, limit: int | None) -> Call[KVBatchMeta]:
-        _check_limit(limit)
-        told = yield from ask(wire.Evicted(partition_id, limit), wire.Claimed)
-        tags = open_tags(told.tags, allow_pickle=self._allow_pickle)
-        return KVBatchMeta._adopt(partition_id, None, told.ids, None, tags)
+        return self._call(PlaneCalls.evicted, partition_id, limit)
 
     def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
-        return self._call(self._count_steps, partition_id, where)
-
-    def _count_steps(self, link: Link, partition_id: str, where: Mapping[str, Any] | None) -> Call[int]:
-        counted: int = (yield from ask(wire.Count(partition_id, _plain_where(where)), wire.Done)).value
-        return counted
+        return self._call(PlaneCalls.count, partition_id, where)
 
     def finish_claims(self, meta: KVBatchMeta) -> None:
-        self._call(self._unclaim_steps, meta, is_finished=True)
+        self._call(PlaneCalls.unclaim, meta, is_finished=True)
 
     def unclaim(self, meta: KVBatchMeta) -> None:
-        self._call(self._unclaim_steps, meta)
-
-    def _unclaim_steps(self, link: Link, meta: KVBatchMeta, is_finished: bool = False) -> Call[None]:
-        if meta.task_name is None:
-            raise InvalidRequestError("unclaim needs a meta that claim_meta returned; this one has no task")
-        ids = check_ids(meta.sample_ids, distinct=False)
-        yield from ask(wire.Unclaim(meta.partition_id, meta.task_name, ids, is_finished), wire.Done)
+        self._call(PlaneCalls.unclaim, meta)
 
     def drop_partition(self, partition_id: str) -> None:
-        self._call(self._drop_steps, partition_id)
-
-    def _drop_steps(self, link: Link, partition_id: str) -> Call[None]:
-        yield from ask(wire.DropPartition(partition_id), wire.Done)
-        link.specs.pop(partition_id, None)
+        self._call(PlaneCalls.drop, partition_id)
 
     def list_sample_ids(self, partition_id: str) -> list[str]:
-        ids: list[str] = self._call(self._value_steps, wire.ListIds(partition_id))
+        ids: list[str] = self._call(PlaneCalls.value, wire.ListIds(partition_id))
         return ids
 
     def partition_status(self, partition_id: str) -> PartitionStatus:
-        status: PartitionStatus = self._call(self._value_steps, wire.Status(partition_id))
+        status: PartitionStatus = self._call(PlaneCalls.value, wire.Status(partition_id))
         return status
 
     def service_status(self) -> dict[str, Any]:
         """What the control service holds: its process, clients, leases, requests served, sizes of storage."""
-        status: dict[str, Any] = self._call(self._value_steps, wire.ServiceStatus())
+        status: dict[str, Any] = self._call(PlaneCalls.value, wire.ServiceStatus())
         return status
-
-    def _value_steps(self, link: Link, request: wire.Request) -> Call[Any]:
-        return (yield from ask(request, wire.Done)).value
 
     def save_checkpoint(self, checkpoint_dir: str, *, metadata: Mapping[str, Any] | None = None) -> None:
         save_plane(self._link(), checkpoint_dir, metadata)
 
     def load_checkpoint(self, checkpoint_dir: str, *, release_claims: bool = False) -> dict[str, Any]:
-        return load_plane(self._link(), checkpoint_dir, self._spare_limit, release_claims=release_claims)
+        return load_plane(
+            self._link(), checkpoint_dir, self._calls.spare_limit, release_claims=release_claims
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -677,11 +289,26 @@ class PlaneClient(DataPlaneClient):
             link.close()
         self._end_plane()
 
+    @property
+    def transfer_stats(self) -> TransferStats:
+        """What this client has transferred."""
+        return self._calls.transfer_stats
+
+    @property
+    def row_checks(self) -> RowChecks | None:
+        """What it found of the rows that it checked, if it was told to."""
+        return self._calls.row_checks
+
     # How the steps of a call are performed
 
-    def _call(self, steps: Callable[Concatenate[Link, P], Call[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _call(
+        self,
+        steps: Callable[Concatenate[PlaneCalls, Link, P], Call[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         link = self._link()
-        call = steps(link, *args, **kwargs)
+        call = steps(self._calls, link, *args, **kwargs)
         result: Any = None
         error: BaseException | None = None
         while True:
@@ -756,8 +383,7 @@ class PlaneClient(DataPlaneClient):
             # A forked child: the lock and the connection are the parent's.
             self._lock, self._pid, self._link_now = threading.Lock(), os.getpid(), None
             self._bootstrap = False
-            self.transfer_stats = TransferStats()
-            self.row_checks = None if self.row_checks is None else RowChecks()
+            self._calls.count_anew()
             # The threads of torch's pool did not survive the fork, and a large copy would wait for them for
             # ever. torch's DataLoader does the same in its workers.
             torch.set_num_threads(1)
@@ -770,17 +396,6 @@ class PlaneClient(DataPlaneClient):
             return self._link_now
 
 
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and (type(limit) is not int or limit < 0):
-        raise InvalidRequestError(f"limit must be an integer of at least 0, or None, not {limit!r}")
-
-
-def _plain_where(where: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Conditions as they travel; refused here, with the caller's own values in the message."""
-    compile_where(where)
-    return None if where is None else {tag: _plain(condition) for tag, condition in where.items()}
-
-
 def rows_of(meta: KVBatchMeta, select_fields: list[str] | None) -> tuple[list[str], str, list[str]]:
     """What ``get_data`` asks ``get_samples`` for."""
     chosen = select_fields if select_fields is not None else meta.fields
@@ -791,41 +406,6 @@ def rows_of(meta: KVBatchMeta, select_fields: list[str] | None) -> tuple[list[st
     return meta.sample_ids, meta.partition_id, chosen
 
 
-def _write(
-    link: Link, place: Place, columns: Sequence[EncodedColumn], deadline: float
-) -> float | OutOfPagesError | UnitsDiedError:
-    """Fill a place, and say when that began: other uses of the storage may have to end first. That there is
-    no memory, or that a part of the storage has died, is no failure yet."""
-    with link.in_use:
-        began = time.perf_counter()
-        try:
-            link.storage.write(place, columns, deadline)
-        except (OutOfPagesError, UnitsDiedError) as error:
-            return error
-        return began
-
-
-def _bytes_of_objects(fields: TensorDict) -> int:
-    """About how many bytes encoding copies: those of objects. Tensors are only looked at."""
-    if not isinstance(fields, TensorDict):
-        return 0
-    objects = (NonTensorData, NonTensorStack)
-    return sum(
-        _OBJECT_BYTES * len(value)
-        for value in fields.values()
-        # Asking a tensor whether it is of another class takes longer than copying a small one.
-        if type(value) is not Tensor and isinstance(value, objects) and value.batch_size
-    )
-
-
-def _bytes_of_rows(located: Located, count: int) -> int:
-    """At most about how many bytes ``count`` rows of these blocks have."""
-    return sum(
-        layout.nbytes * min(count, layout.rows) // max(layout.rows, 1)
-        for _, _, layout in located.blocks.values()
-    )
-
-
 def _in_event_loop() -> bool:
     if "ipykernel" in sys.modules:
         return False  # a notebook's cell runs in a loop of the kernel's, and is expected to hold it up
@@ -834,14 +414,3 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _plain(condition: Any) -> Any:
-    """Sets and numpy scalars in a condition, as what msgpack has for them."""
-    if isinstance(condition, Mapping):
-        return {name: _plain(operand) for name, operand in condition.items()}
-    if isinstance(condition, (set, frozenset, tuple, list)):
-        return [_plain(item) for item in condition]
-    if isinstance(condition, (np.generic, Tensor)):
-        return condition.item()
-    return condition

@@ -21,8 +21,16 @@ from rlplane.interfaces import (
     PartitionStatus,
 )
 from rlplane.observability import wrap_with_observability
-from rlplane.observability.client import MetricsDataPlaneClient, as_ids, describe_error, put_effect
-from rlplane.observability.operation import Advanced, Cleared, Effect, Reset
+from rlplane.observability.client import MetricsDataPlaneClient
+from rlplane.observability.operation import (
+    Advanced,
+    Cleared,
+    Effect,
+    Reset,
+    as_ids,
+    describe_error,
+    put_effect,
+)
 from rlplane.observability.own_aggregator import SpansMachines
 from rlplane.observability.training_steps import TrainingStep
 from rlplane.transfer_stats import TransferStats

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlplane.call_times import CallTimes, timed_call
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, KVBatchMeta, PartitionStatus
@@ -27,13 +27,16 @@ from rlplane.observability.operation import (
     Cleared,
     DataPlaneEvent,
     Effect,
+    ErrorDescription,
     EventStatus,
     Operation,
-    Put,
     Reset,
+    as_ids,
+    describe_error,
+    put_effect,
 )
 from rlplane.observability.own_aggregator import way_to
-from rlplane.observability.sizes import _td_bytes, note
+from rlplane.observability.sizes import _td_bytes
 from rlplane.observability.training_steps import StepClock, TrainingStep
 from rlplane.sinks import SinkSpec
 from rlplane.transfer_stats import TransferStats
@@ -49,9 +52,6 @@ __all__ = ["MetricsDataPlaneClient", "log_event"]
 logger = logging.getLogger("rlplane.observability")
 
 _now = time.perf_counter
-
-ErrorDescription: TypeAlias = tuple[Literal["timeout", "error"], tuple[str, str]]
-"""The status of the event, and the error's type and message."""
 
 
 def log_event(event: DataPlaneEvent) -> None:
@@ -583,44 +583,10 @@ def _given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def put_effect(
-    sample_ids: list[str],
-    fields: TensorDict | None,
-    tags: list[dict[str, Any]] | None,
-    *,
-    appends: bool = False,
-) -> Callable[[KVBatchMeta | None], Effect]:
-    """What a put does to its samples. Looks at the sizes of the columns now."""
-    try:
-        sizes = note(fields)
-    except Exception:  # Not a TensorDict, say: what is wrong with it is for the engine to tell.
-        sizes = []
-    ids = as_ids(sample_ids)
-    return lambda meta: Put(ids, sizes, meta.tags if tags and meta is not None else None, appends)
-
-
 def _tokens_of(op: str, result: Any) -> int:
     if op != "claim_meta" or not isinstance(result, KVBatchMeta):
         return 0
     return sum(length for length in result.sequence_lengths or () if type(length) is int)
-
-
-def as_ids(sample_ids: Any) -> list[Any]:
-    """The ids as a list of our own, or none if they are not a sequence: the engine will say so."""
-    return list(sample_ids) if isinstance(sample_ids, (list, tuple)) else []
-
-
-def describe_error(error: BaseException) -> ErrorDescription:
-    """What is told of an error. The error itself would keep the caller's frames, and so its tensors."""
-    return "timeout" if isinstance(error, TimeoutError) else "error", (type(error).__name__, _message(error))
-
-
-def _message(error: BaseException) -> str:
-    try:
-        # An error that names what is not valid Unicode still has to be told.
-        return str(error)[:500].encode(errors="backslashreplace").decode()
-    except Exception:
-        return ""
 
 
 def _pickles(value: Any) -> bool:

@@ -6,13 +6,18 @@ bytes) is left to the dispatcher; an *effect* says what the operation did to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 
 from rlplane.metrics.events import OpRecord, StepRecord
-from rlplane.observability.sizes import NotedSizes
+from rlplane.observability.sizes import NotedSizes, note
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from rlplane.batch_meta import KVBatchMeta
 
 __all__ = [
     "AddedBytes",
@@ -21,15 +26,21 @@ __all__ = [
     "Cleared",
     "DataPlaneEvent",
     "Effect",
+    "ErrorDescription",
     "EventStatus",
     "Operation",
     "Put",
     "Reset",
+    "as_ids",
+    "describe_error",
+    "put_effect",
     "sink_record",
     "step_values",
 ]
 
 EventStatus = Literal["ok", "error", "timeout"]
+ErrorDescription: TypeAlias = tuple[Literal["timeout", "error"], tuple[str, str]]
+"""The status of the event, and the error's type and message."""
 
 
 class DataPlaneEvent(TypedDict):
@@ -172,3 +183,37 @@ def sink_record(
         **process,
         "thread": thread_name,
     }
+
+
+def put_effect(
+    sample_ids: list[str],
+    fields: TensorDict | None,
+    tags: list[dict[str, Any]] | None,
+    *,
+    appends: bool = False,
+) -> Callable[[KVBatchMeta | None], Effect]:
+    """What a put does to its samples. Looks at the sizes of the columns now."""
+    try:
+        sizes = note(fields)
+    except Exception:  # Not a TensorDict, say: what is wrong with it is for the engine to tell.
+        sizes = []
+    ids = as_ids(sample_ids)
+    return lambda meta: Put(ids, sizes, meta.tags if tags and meta is not None else None, appends)
+
+
+def as_ids(sample_ids: Any) -> list[Any]:
+    """The ids as a list of our own, or none if they are not a sequence: the engine will say so."""
+    return list(sample_ids) if isinstance(sample_ids, (list, tuple)) else []
+
+
+def describe_error(error: BaseException) -> ErrorDescription:
+    """What is told of an error. The error itself would keep the caller's frames, and so its tensors."""
+    return "timeout" if isinstance(error, TimeoutError) else "error", (type(error).__name__, _message(error))
+
+
+def _message(error: BaseException) -> str:
+    try:
+        # An error that names what is not valid Unicode still has to be told.
+        return str(error)[:500].encode(errors="backslashreplace").decode()
+    except Exception:
+        return ""

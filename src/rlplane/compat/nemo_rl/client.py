@@ -12,6 +12,7 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from tensordict import TensorDict
 
 import rlplane
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.client import PlaneClient
 from rlplane.columns.codec import materialize, row_lengths
 from rlplane.errors import UnknownPartitionError
@@ -86,7 +87,7 @@ class RlplaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not th
         engine = getattr(self.plane, "inner", self.plane)
         if isinstance(engine, PlaneClient):
             names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
-            engine._call(engine._declare_steps, partition_id, names)
+            engine._call(PlaneCalls.declare, partition_id, names)
         return _their_meta(self.plane.put_samples(list(sample_ids), partition_id, fields, tags))
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:

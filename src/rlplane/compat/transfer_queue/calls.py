@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from rlplane.adapters.client import PlaneClient
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, ask
 from rlplane.compat.transfer_queue.metadata import BatchMeta, KVBatchMeta
@@ -99,7 +99,7 @@ def _schema(kinds: Sequence[tuple[str, str, Sequence[int]]]) -> dict[str, Any]:
 
 
 def inspect(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     partition_id: str,
     ids: list[str] | None,
@@ -129,17 +129,17 @@ def inspect(
     )
 
 
-def list_partitions(engine: PlaneClient, link: Link) -> Call[list[str]]:
+def list_partitions(plane: PlaneCalls, link: Link) -> Call[list[str]]:
     """The partitions, without our own."""
     names = (yield from ask(wire.ServiceStatus(), wire.Done)).value["partitions"]
     return [name for name in names if name != HIDDEN]
 
 
 def list_keys(
-    engine: PlaneClient, link: Link, partition_id: str | None = None
+    plane: PlaneCalls, link: Link, partition_id: str | None = None
 ) -> Call[dict[str, dict[str, dict[str, Any]]]]:
     """By partition, the tags of every key."""
-    names = (yield from list_partitions(engine, link)) if partition_id is None else [partition_id]
+    names = (yield from list_partitions(plane, link)) if partition_id is None else [partition_id]
     listed = {}
     for name in names:
         try:
@@ -157,7 +157,7 @@ def list_keys(
 
 
 def write(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     ids: list[str],
     partition_id: str,
@@ -167,9 +167,9 @@ def write(
     """Put samples into a partition that is made by it, if need be."""
     names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
     for _ in range(_ATTEMPTS):
-        yield from engine._declare_steps(link, partition_id, names)
+        yield from plane.declare(link, partition_id, names)
         try:
-            yield from engine._put_steps(
+            yield from plane.put(
                 link, ids, partition_id, fields, tags, timeout_s=DEFAULT_TIMEOUT_S, must_exist=False
             )
             return
@@ -179,7 +179,7 @@ def write(
 
 
 def put_keys(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     keys: list[str],
     partition_id: str,
@@ -200,8 +200,8 @@ def put_keys(
     if fields is not None:
         fields = parsed(fields, data_parser)
     # A key without tags or fields exists all the same.
-    yield from write(engine, link, keys, partition_id, fields, tags)
-    seen = yield from inspect(engine, link, partition_id, keys)
+    yield from write(plane, link, keys, partition_id, fields, tags)
+    seen = yield from inspect(plane, link, partition_id, keys)
     tags_of = dict(zip(seen.ids, seen.tags, strict=True))
     return KVBatchMeta(keys, [tags_of.get(key, {}) for key in keys], partition_id, seen.common_fields)
 
@@ -254,7 +254,7 @@ def one_row(fields: TensorDict | dict[str, Any] | None) -> TensorDict | None:
     return TensorDict(columns, batch_size=[1])
 
 
-def clear_keys(engine: PlaneClient, link: Link, keys: list[str] | str, partition_id: str) -> Call[None]:
+def clear_keys(plane: PlaneCalls, link: Link, keys: list[str] | str, partition_id: str) -> Call[None]:
     """Clear what is there of these keys."""
     keys = _checked(keys)
     try:
@@ -267,7 +267,7 @@ def clear_keys(engine: PlaneClient, link: Link, keys: list[str] | str, partition
 
 
 def get_keys(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     keys: list[str] | str,
     partition_id: str,
@@ -282,10 +282,10 @@ def get_keys(
     chosen = [select_fields] if isinstance(select_fields, str) else select_fields
     if chosen:
         try:
-            return (yield from read(engine, link, keys, partition_id, chosen))
+            return (yield from read(plane, link, keys, partition_id, chosen))
         except NotFoundError:
             pass  # see what is there
-    seen = yield from inspect(engine, link, partition_id, keys)
+    seen = yield from inspect(plane, link, partition_id, keys)
     missing = sorted(set(keys).difference(seen.ids))
     if missing:
         raise StorageKeyNotFoundError(
@@ -300,14 +300,14 @@ def get_keys(
     names = seen.common_fields if chosen is None else chosen
     if not names:
         raise ValueError(f"no field is ready in all of the {len(keys)} keys of partition {partition_id!r}")
-    return (yield from read(engine, link, keys, partition_id, names))
+    return (yield from read(plane, link, keys, partition_id, names))
 
 
 def read(
-    engine: PlaneClient, link: Link, ids: list[str], partition_id: str, names: Sequence[str]
+    plane: PlaneCalls, link: Link, ids: list[str], partition_id: str, names: Sequence[str]
 ) -> Call[TensorDict]:
     """Read columns in the form in which TransferQueue returns them: rows of tensors are nested."""
-    data = yield from engine._get_steps(link, ids, partition_id, list(names))
+    data = yield from plane.get(link, ids, partition_id, list(names))
     for name in names:
         value = data.get(name)
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() > 1:
@@ -332,22 +332,22 @@ def _as_jagged(value: torch.Tensor) -> torch.Tensor:
 
 
 def retrieve_meta(
-    engine: PlaneClient, link: Link, keys: list[str] | str, partition_id: str, create: bool = False
+    plane: PlaneCalls, link: Link, keys: list[str] | str, partition_id: str, create: bool = False
 ) -> Call[BatchMeta]:
     """The batch of these keys, made first if asked for; keys that are not there are left out."""
     keys = _checked(keys)
     if create:
-        yield from write(engine, link, keys, partition_id, None, [{} for _ in keys])
-    seen = yield from inspect(engine, link, partition_id, keys, with_kinds=True)
+        yield from write(plane, link, keys, partition_id, None, [{} for _ in keys])
+    seen = yield from inspect(plane, link, partition_id, keys, with_kinds=True)
     return seen.meta(seen.common_fields)
 
 
 def retrieve_keys(
-    engine: PlaneClient, link: Link, global_indexes: list[int] | int, partition_id: str
+    plane: PlaneCalls, link: Link, global_indexes: list[int] | int, partition_id: str
 ) -> Call[list[str]]:
     """The keys of these indexes."""
     wanted = [global_indexes] if isinstance(global_indexes, int) else global_indexes
-    seen = yield from inspect(engine, link, partition_id, None, numbers=wanted)
+    seen = yield from inspect(plane, link, partition_id, None, numbers=wanted)
     keys = dict(zip(seen.numbers, seen.ids, strict=True))
     missing = [index for index in wanted if keys.get(index, UNNAMED).startswith(UNNAMED)]
     if missing:
@@ -356,14 +356,14 @@ def retrieve_keys(
 
 
 def insert(
-    engine: PlaneClient, link: Link, partition_id: str, names: Sequence[str], count: int
+    plane: PlaneCalls, link: Link, partition_id: str, names: Sequence[str], count: int
 ) -> Call[BatchMeta]:
     """Make samples without keys, for which ``names`` will be written."""
-    yield from engine._declare_steps(link, partition_id, names)
+    yield from plane.declare(link, partition_id, names)
     batch = uuid.uuid4().hex
     ids = [f"{UNNAMED}{batch}/{row}" for row in range(count)]
-    yield from write(engine, link, ids, partition_id, None, [{} for _ in ids])
-    seen = yield from inspect(engine, link, partition_id, ids)
+    yield from write(plane, link, ids, partition_id, None, [{} for _ in ids])
+    seen = yield from inspect(plane, link, partition_id, ids)
     meta = seen.meta([])
     blank = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
     meta.field_schema = {name: dict(blank) for name in names}
@@ -371,7 +371,7 @@ def insert(
 
 
 def put_batch(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     data: TensorDict,
     metadata: BatchMeta | None = None,
@@ -382,46 +382,46 @@ def put_batch(
     if metadata is None:
         if partition_id is None:
             raise ValueError("a put without metadata needs the partition_id")
-        metadata = yield from insert(engine, link, partition_id, list(data.keys()), data.batch_size[0])
+        metadata = yield from insert(plane, link, partition_id, list(data.keys()), data.batch_size[0])
     if not metadata:
         raise ValueError("the metadata of a put has no samples")
-    ids, home = yield from _ids_of(engine, link, metadata)
-    yield from write(engine, link, ids, home, parsed(data, data_parser), metadata.custom_meta)
+    ids, home = yield from _ids_of(plane, link, metadata)
+    yield from write(plane, link, ids, home, parsed(data, data_parser), metadata.custom_meta)
     return metadata.add_fields(data)
 
 
-def get_batch(engine: PlaneClient, link: Link, metadata: BatchMeta) -> Call[TensorDict]:
+def get_batch(plane: PlaneCalls, link: Link, metadata: BatchMeta) -> Call[TensorDict]:
     """Read the fields of a batch."""
     if not metadata or not metadata.field_names:
         return TensorDict({}, batch_size=0)
-    ids, home = yield from _ids_of(engine, link, metadata)
+    ids, home = yield from _ids_of(plane, link, metadata)
     try:
-        return (yield from read(engine, link, ids, home, metadata.field_names))
+        return (yield from read(plane, link, ids, home, metadata.field_names))
     except MissingDataError as error:
         raise StorageKeyNotFoundError(str(error)) from None
 
 
-def set_custom_meta(engine: PlaneClient, link: Link, metadata: BatchMeta) -> Call[None]:
+def set_custom_meta(plane: PlaneCalls, link: Link, metadata: BatchMeta) -> Call[None]:
     """Merge the tags of a batch into those of its samples."""
     for part in metadata.chunk_by_partition():
-        ids, home = yield from _ids_of(engine, link, part)
-        yield from write(engine, link, ids, home, None, part.custom_meta)
+        ids, home = yield from _ids_of(plane, link, part)
+        yield from write(plane, link, ids, home, None, part.custom_meta)
 
 
-def clear_batch(engine: PlaneClient, link: Link, metadata: BatchMeta) -> Call[None]:
+def clear_batch(plane: PlaneCalls, link: Link, metadata: BatchMeta) -> Call[None]:
     """Clear the samples of a batch."""
     for part in metadata.chunk_by_partition():
-        ids, home = yield from _ids_of(engine, link, part)
-        yield from clear_keys(engine, link, ids, home)
+        ids, home = yield from _ids_of(plane, link, part)
+        yield from clear_keys(plane, link, ids, home)
 
 
-def _ids_of(engine: PlaneClient, link: Link, metadata: BatchMeta) -> Call[tuple[list[str], str]]:
+def _ids_of(plane: PlaneCalls, link: Link, metadata: BatchMeta) -> Call[tuple[list[str], str]]:
     (home, *others) = dict.fromkeys(metadata.partition_ids)
     if others:
         raise ValueError(f"a batch of one partition is needed; this one has samples of {[home, *others]}")
     ids: list[str] = [each["_id"] for each in metadata._custom_backend_meta if "_id" in each]
     if len(ids) < metadata.size:  # somebody made the batch by hand
-        seen = yield from inspect(engine, link, home, None, numbers=metadata.global_indexes)
+        seen = yield from inspect(plane, link, home, None, numbers=metadata.global_indexes)
         known = dict(zip(seen.numbers, seen.ids, strict=True))
         missing = [index for index in metadata.global_indexes if index not in known]
         if missing:
@@ -430,10 +430,10 @@ def _ids_of(engine: PlaneClient, link: Link, metadata: BatchMeta) -> Call[tuple[
     return ids, home
 
 
-def clear_partition(engine: PlaneClient, link: Link, partition_id: str) -> Call[None]:
+def clear_partition(plane: PlaneCalls, link: Link, partition_id: str) -> Call[None]:
     """Forget a partition and all that is in it."""
     try:
-        yield from engine._drop_steps(link, partition_id)
+        yield from plane.drop(link, partition_id)
     except UnknownPartitionError:
         pass
 
@@ -442,7 +442,7 @@ def clear_partition(engine: PlaneClient, link: Link, partition_id: str) -> Call[
 
 
 def take_first(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     partition_id: str,
     names: list[str],
@@ -451,7 +451,7 @@ def take_first(
     timeout_s: float,
 ) -> Call[BatchMeta]:
     """Consume the first samples that are ready; an empty batch if there are too few in time."""
-    yield from engine._declare_steps(link, partition_id, names, [task_name])
+    yield from plane.declare(link, partition_id, names, [task_name])
     request = wire.ClaimRequest(partition_id, task_name, names, batch_size, True, timeout_s)
     try:
         claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s)
@@ -459,46 +459,46 @@ def take_first(
         return BatchMeta.empty()
     # To be given is to have consumed, also for a process that ends: so it is in TransferQueue.
     yield from ask(wire.Unclaim(partition_id, task_name, claimed.ids, is_finished=True), wire.Done)
-    seen = yield from inspect(engine, link, partition_id, claimed.ids, with_kinds=True)
+    seen = yield from inspect(plane, link, partition_id, claimed.ids, with_kinds=True)
     return seen.meta(names)
 
 
 def consumption(
-    engine: PlaneClient, link: Link, task_name: str, partition_id: str
+    plane: PlaneCalls, link: Link, task_name: str, partition_id: str
 ) -> Call[tuple[torch.Tensor | None, torch.Tensor | None]]:
     """The indexes of a partition, and for each whether the task has consumed it; None without a partition."""
-    if partition_id not in (yield from list_partitions(engine, link)):
+    if partition_id not in (yield from list_partitions(plane, link)):
         return None, None
-    yield from engine._declare_steps(link, partition_id, [], [task_name])
-    seen = yield from inspect(engine, link, partition_id, None)
+    yield from plane.declare(link, partition_id, [], [task_name])
+    seen = yield from inspect(plane, link, partition_id, None)
     return torch.tensor(seen.numbers), torch.from_numpy(seen.tasks[task_name].astype(np.int8))
 
 
 def production(
-    engine: PlaneClient, link: Link, data_fields: list[str], partition_id: str
+    plane: PlaneCalls, link: Link, data_fields: list[str], partition_id: str
 ) -> Call[tuple[torch.Tensor | None, torch.Tensor | None]]:
     """The indexes of a partition, and for each which of the fields it has; None where a field is unknown."""
-    seen = yield from inspect(engine, link, partition_id, None)
+    seen = yield from inspect(plane, link, partition_id, None)
     if not data_fields or not seen.fields.keys() >= set(data_fields):
         return None, None
     has = np.stack([seen.fields[name] for name in data_fields], 1).astype(np.int8)
     return torch.tensor(seen.numbers), torch.from_numpy(has)
 
 
-def is_consumed(engine: PlaneClient, link: Link, task_name: str, partition_id: str) -> Call[bool]:
+def is_consumed(plane: PlaneCalls, link: Link, task_name: str, partition_id: str) -> Call[bool]:
     """Whether the task has consumed all that is there, and there is something."""
-    _, status = yield from consumption(engine, link, task_name, partition_id)
+    _, status = yield from consumption(plane, link, task_name, partition_id)
     return status is not None and status.numel() > 0 and bool((status == 1).all())
 
 
-def is_produced(engine: PlaneClient, link: Link, data_fields: list[str], partition_id: str) -> Call[bool]:
+def is_produced(plane: PlaneCalls, link: Link, data_fields: list[str], partition_id: str) -> Call[bool]:
     """Whether all samples have all these fields."""
-    _, status = yield from production(engine, link, data_fields, partition_id)
+    _, status = yield from production(plane, link, data_fields, partition_id)
     return status is not None and bool((status == 1).all())
 
 
 def reset_consumption(
-    engine: PlaneClient, link: Link, partition_id: str, task_name: str | None = None
+    plane: PlaneCalls, link: Link, partition_id: str, task_name: str | None = None
 ) -> Call[bool]:
     """Let a task, or every task, consume everything again."""
     try:

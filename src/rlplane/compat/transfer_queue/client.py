@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rlplane.adapters.client import PlaneClient
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call
 from rlplane.compat.transfer_queue import calls, sampling
@@ -23,7 +23,7 @@ __all__ = ["TransferQueueClient"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Steps = Callable[Concatenate[PlaneClient, Link, P], Call[T]]
+Steps = Callable[Concatenate[PlaneCalls, Link, P], Call[T]]
 
 _TIMEOUT_VARIABLE = "TQ_CONTROLLER_GET_METADATA_TIMEOUT"
 _LOOK_EVERY_S = 0.02
@@ -144,7 +144,7 @@ class TransferQueueClient:
 
     def _look(
         self,
-        engine: PlaneClient,
+        plane: PlaneCalls,
         link: Link,
         names: list[str],
         batch_size: int,
@@ -156,9 +156,9 @@ class TransferQueueClient:
     ) -> Call[BatchMeta | None]:
         """What :meth:`get_meta` returns; None: look again."""
         if mode == "insert":
-            return (yield from calls.insert(engine, link, partition_id, names, batch_size))
+            return (yield from calls.insert(plane, link, partition_id, names, batch_size))
         if mode == "force_fetch":
-            seen = yield from calls.inspect(engine, link, partition_id, None, with_kinds=True)
+            seen = yield from calls.inspect(plane, link, partition_id, None, with_kinds=True)
             return seen.meta(names)
         if mode != "fetch" or task_name is None:
             raise ValueError(
@@ -166,17 +166,15 @@ class TransferQueueClient:
             )
         left = max(deadline - time.monotonic(), 0.0)
         is_polling = self.session.conf["controller"]["polling_mode"]
-        if is_polling and partition_id not in (yield from calls.list_partitions(engine, link)):
+        if is_polling and partition_id not in (yield from calls.list_partitions(plane, link)):
             return BatchMeta.empty()  # asking does not make it
         sampler = self.session.sampler
         if type(sampler) is SequentialSampler:
             # As the plane chooses by itself: whoever waits is woken by the write.
-            found = yield from calls.take_first(
-                engine, link, partition_id, names, batch_size, task_name, left
-            )
+            found = yield from calls.take_first(plane, link, partition_id, names, batch_size, task_name, left)
         else:
             found = yield from sampling.choose(
-                engine, link, sampler, partition_id, names, batch_size, task_name, sampling_config or {}
+                plane, link, sampler, partition_id, names, batch_size, task_name, sampling_config or {}
             )
             if not found and left:
                 return None
@@ -195,10 +193,10 @@ class TransferQueueClient:
         """See :meth:`clear_partition`."""
         await self.session.arun(self._clear_partition, partition_id)
 
-    def _clear_partition(self, engine: PlaneClient, link: Link, partition_id: str) -> Call[None]:
-        yield from calls.clear_partition(engine, link, partition_id)
+    def _clear_partition(self, plane: PlaneCalls, link: Link, partition_id: str) -> Call[None]:
+        yield from calls.clear_partition(plane, link, partition_id)
         if type(self.session.sampler) is not SequentialSampler:
-            yield from sampling.forget(engine, link, self.session.sampler, partition_id)
+            yield from sampling.forget(plane, link, self.session.sampler, partition_id)
 
     def save_storage_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the plane, as it is at one point of time, below a directory."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from rlplane.interfaces import _own, _same
+from rlplane.batch_meta import _own, _same
 
 __all__ = ["BatchMeta", "KVBatchMeta", "SampleView", "field_schema_of"]
 

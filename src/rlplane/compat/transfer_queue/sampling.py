@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlplane.adapters.client import PlaneClient
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Undo, ask
 from rlplane.compat.transfer_queue import calls
@@ -26,15 +26,15 @@ _TASK = "sampler"
 _IS_MEMORY = {"is_memory": True}
 
 
-def make_room_for_sampler(engine: PlaneClient, link: Link) -> Call[None]:
+def make_room_for_sampler(plane: PlaneCalls, link: Link) -> Call[None]:
     """Make the sample that holds what the sampler remembers. Whoever has claimed it may use the sampler: a
     process that dies gives it back."""
-    yield from engine._declare_steps(link, calls.HIDDEN, [], [_TASK])
-    yield from calls.write(engine, link, [_MEMORY], calls.HIDDEN, None, [_IS_MEMORY])
+    yield from plane.declare(link, calls.HIDDEN, [], [_TASK])
+    yield from calls.write(plane, link, [_MEMORY], calls.HIDDEN, None, [_IS_MEMORY])
 
 
 def choose(
-    engine: PlaneClient,
+    plane: PlaneCalls,
     link: Link,
     sampler: BaseSampler,
     partition_id: str,
@@ -44,10 +44,10 @@ def choose(
     sampling_config: dict[str, Any],
 ) -> Call[BatchMeta]:
     """The batch that the sampler chooses; an empty one while it cannot choose."""
-    yield from engine._declare_steps(link, partition_id, names, [task_name])
+    yield from plane.declare(link, partition_id, names, [task_name])
 
     def look() -> Call[BatchMeta]:
-        seen = yield from calls.inspect(engine, link, partition_id, None, with_kinds=True)
+        seen = yield from calls.inspect(plane, link, partition_id, None, with_kinds=True)
         numbers = np.array(seen.numbers, np.int64)
         claimed = seen.tasks[task_name]
         ready = numbers[seen.has(names) & ~claimed].tolist()
@@ -65,24 +65,24 @@ def choose(
         if not chosen:
             return BatchMeta.empty()
         picked = yield from calls.inspect(
-            engine, link, partition_id, [ids[index] for index in chosen], with_kinds=True
+            plane, link, partition_id, [ids[index] for index in chosen], with_kinds=True
         )
         return picked.meta(names)
 
-    return (yield from _alone(engine, link, sampler, look))
+    return (yield from _alone(plane, link, sampler, look))
 
 
-def forget(engine: PlaneClient, link: Link, sampler: BaseSampler, partition_id: str) -> Call[None]:
+def forget(plane: PlaneCalls, link: Link, sampler: BaseSampler, partition_id: str) -> Call[None]:
     """Let the sampler forget a partition that was cleared."""
 
     def clear() -> Call[None]:
         sampler.clear_cache(partition_id)
         yield from ()
 
-    yield from _alone(engine, link, sampler, clear)
+    yield from _alone(plane, link, sampler, clear)
 
 
-def _alone(engine: PlaneClient, link: Link, sampler: BaseSampler, work: Callable[[], Call[T]]) -> Call[T]:
+def _alone(plane: PlaneCalls, link: Link, sampler: BaseSampler, work: Callable[[], Call[T]]) -> Call[T]:
     """Do something with a sampler that remembers what it did in other processes."""
     wait_s = DEFAULT_TIMEOUT_S
     request = wire.ClaimRequest(calls.HIDDEN, _TASK, [], 1, True, wait_s, where=_IS_MEMORY)
@@ -95,7 +95,7 @@ def _alone(engine: PlaneClient, link: Link, sampler: BaseSampler, work: Callable
         result = yield from work()
         after = pickle.dumps(sampler.save_checkpoint())
         if after != before:
-            yield from calls.write(engine, link, [_MEMORY], calls.HIDDEN, None, [{"state": after}])
+            yield from calls.write(plane, link, [_MEMORY], calls.HIDDEN, None, [{"state": after}])
     except GeneratorExit:
         raise
     except BaseException:

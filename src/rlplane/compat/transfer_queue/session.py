@@ -11,10 +11,10 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlplane.adapters.async_client import AsyncPlaneClient
+from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.client import PlaneClient
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call
@@ -29,7 +29,7 @@ __all__ = ["Session", "current", "end", "start"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Steps = Callable[Concatenate[PlaneClient, Link, P], Call[T]]
+Steps = Callable[Concatenate[PlaneCalls, Link, P], Call[T]]
 
 _SETTINGS = "settings"
 
@@ -64,7 +64,7 @@ class Session:
                 raise
             rendezvous.withdraw()  # the process that started it has died, and its actors with it
             return None
-        seen = engine._call(partial(calls.inspect, engine), calls.HIDDEN, [_SETTINGS])
+        seen = engine._call(calls.inspect, calls.HIDDEN, [_SETTINGS])
         if not seen.ids:
             engine.close()
             return None
@@ -77,7 +77,7 @@ class Session:
 
     def run(self, steps: Steps[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Perform a call in this thread."""
-        return self.engine._call(partial(steps, self.engine), *args, **kwargs)
+        return self.engine._call(steps, *args, **kwargs)
 
     async def arun(self, steps: Steps[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Perform a call on the running event loop, without stopping it."""
