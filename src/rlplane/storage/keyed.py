@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -29,8 +28,9 @@ CHUNK_BYTES = 256 * 1024
 value costs a store as much as copying some 30 KB. Larger ones would make a read of a single row slower,
 because it fetches the whole chunk that the row is in."""
 
-# Freed places are discarded together: one call to the store costs as much as many.
-_COLLECT_S = 0.01
+# Freed places are discarded together, because one call to the store costs as much as many: those of this
+# long, unless somebody waits for their bytes.
+_COLLECT_S = 0.05
 
 
 def chunk_count(nbytes: int) -> int:
@@ -66,12 +66,20 @@ class KeyedHost:
     """Places in a store that is addressed by key; ``discard(place)`` is called for each that is freed.
 
     ``discard`` returns True if the place is gone, and False if :meth:`discarded` will be called when it is:
-    until then its bytes count as used. A store that consists of ``units`` goes on with those that live: the
-    share of one that died counts as used from then on.
+    until then its bytes count as used. ``hurry`` is called when there is no room: somebody waits for what is
+    being discarded. A store that consists of ``units`` goes on with those that live: the share of one that
+    died counts as used from then on.
     """
 
-    def __init__(self, limit: int | None, discard: Callable[[Place], bool], units: int = 0) -> None:
+    def __init__(
+        self,
+        limit: int | None,
+        discard: Callable[[Place], bool],
+        units: int = 0,
+        hurry: Callable[[], None] = lambda: None,
+    ) -> None:
         self.limit = limit
+        self._hurry = hurry
         self._used = 0
         self._units = units
         self._dead: tuple[int, ...] = ()
@@ -105,6 +113,7 @@ class KeyedHost:
     def reserve(self, nbytes: int, client: int) -> Place | None:
         """See :class:`~rlplane.storage.places.StorageHost`."""
         if self.limit is not None and self.used + nbytes > self.limit:
+            self._hurry()
             return None
         place = Place(self._next, nbytes, self._dead)
         self._next += chunk_count(nbytes)
@@ -174,7 +183,7 @@ class BackgroundDiscard:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._garbage: list[tuple[Place, bool]] = []
-        self._under_way = 0
+        self._is_hurried = False
         self._closed = False
         threading.Thread(target=self._run, name="rlplane-discard", daemon=True).start()
 
@@ -183,8 +192,15 @@ class BackgroundDiscard:
         ones."""
         with self._lock:
             self._garbage.append((place, counted))
-            self._work.notify()
+            if len(self._garbage) == 1:
+                self._work.notify()
         return False
+
+    def hurry(self) -> None:
+        """Do not wait for more before the next are discarded: somebody waits for their bytes."""
+        with self._lock:
+            self._is_hurried = True
+            self._work.notify()
 
     def close(self) -> None:
         """Stop the thread. What it has not discarded goes with the store."""
@@ -196,11 +212,11 @@ class BackgroundDiscard:
         while True:
             with self._lock:
                 self._work.wait_for(lambda: self._garbage or self._closed)
+                self._work.wait_for(lambda: self._is_hurried or self._closed, _COLLECT_S)
                 if self._closed:
                     return
-            time.sleep(_COLLECT_S)
-            with self._lock:
                 garbage, self._garbage = self._garbage, []
+                self._is_hurried = False
             places = [place for place, _ in garbage]
             try:
                 self._discard(places)

@@ -139,3 +139,23 @@ def test_a_closed_one_ends_its_thread_and_leaves_the_rest_to_the_end_of_the_stor
             assert not thread.is_alive()
     store.discarding.add(Place(3, 1))
     assert store.calls == [[1]] and store.gone == [1]
+
+
+def test_whoever_waits_for_room_does_not_wait_for_more_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed, "_COLLECT_S", 3600.0)
+    store = Store()
+    store.may_go_on.release(100)
+    host = KeyedHost(2, store.discarding.add, hurry=store.discarding.hurry)
+    first, second = host.reserve(1, 0), host.reserve(1, 0)
+    assert first and second
+    try:
+        host.free(first)
+        assert host.reserve(1, 0) is None, "there is room only when the store says so"
+        assert store.told.acquire(timeout=PATIENCE_S)
+        # It was said before there was anything to discard.
+        assert host.reserve(3, 0) is None
+        host.free(second)
+        assert store.told.acquire(timeout=PATIENCE_S)
+        assert store.gone == [first.number, second.number]
+    finally:
+        store.discarding.close()

@@ -46,7 +46,10 @@ class ServiceActor:
         # Mooncake decides by itself which unit a chunk goes to.
         units = cfg["num_storage_units"] if plane.backend == "simple" else 0
         self._host = KeyedHost(
-            cfg["global_segment_size"] * cfg["num_storage_units"], self._discard_later, units
+            cfg["global_segment_size"] * cfg["num_storage_units"],
+            self._discard_later,
+            units,
+            self._discard.hurry,
         )
         capacity = cfg["storage_capacity"]
         share = share_for_live(cfg)
