@@ -8,6 +8,7 @@ the way back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,16 +56,15 @@ class EncodedColumn(NamedTuple):
         """
         _, layout, _, values, offsets, parts = self
         block = memory.data_ptr() + start
-        copies: list[Copy] = []
         if layout.values_nbytes:
             nbytes = values.nbytes
             parts = [*parts, (layout.values_nbytes - nbytes, nbytes, address_of(values, self.name), values)]
-        for at, nbytes, address, value in parts:
-            if address:
-                copies.append((block + at, address, nbytes))
-            else:
-                target = memory[start + at : start + at + nbytes].view(value.dtype).view(value.shape)
-                target.copy_(value.detach())
+        copies = [(block + at, address, nbytes) for at, nbytes, address, _ in parts if address]
+        if len(copies) < len(parts):
+            for at, nbytes, address, value in parts:
+                if not address:
+                    target = memory[start + at : start + at + nbytes].view(value.dtype).view(value.shape)
+                    target.copy_(value.detach())
         if offsets is not None:
             copies.append((block + layout.offsets_at, offsets.data_ptr(), 8 * (layout.rows + 1)))
         return copies
@@ -220,7 +220,7 @@ def _nested_column(name: str, value: Any, count: int, known: dict[int, _Offsets]
         shapes = {tuple(row.shape[1:]) for row in rows}
         if len(shapes) > 1 or any(row.ndim == 0 for row in rows):
             bulk = Bulk(name)
-            return _tree_column(name, "ragged", encode_objects(rows, field=name, bulk=bulk.reference), bulk)
+            return _tree_column(name, "ragged", encode_objects(rows, field=name, bulk=bulk), bulk)
         values = torch.cat(rows) if rows else torch.empty(0, dtype=value.dtype, device=HOST)
         lengths = torch.tensor([0] + [row.shape[0] for row in rows], dtype=torch.int64, device=HOST)
         offsets = lengths.cumsum(0)
@@ -266,16 +266,13 @@ def _rows_of_collection(name: str, value: Any, count: int) -> list[Any]:
 
 def _object_column(name: str, rows: list[Any], allow_pickle: bool) -> EncodedColumn:
     bulk = Bulk(name)
-    encoded = encode_objects(rows, field=name, allow_pickle=allow_pickle, bulk=bulk.reference)
+    encoded = encode_objects(rows, field=name, allow_pickle=allow_pickle, bulk=bulk)
     return _tree_column(name, "tree" if bulk.used else "object", encoded, bulk)
 
 
 def _tree_column(name: str, kind: str, encoded: list[bytes], bulk: Bulk) -> EncodedColumn:
     """Objects one behind the other, and before them what they refer to."""
-    offsets = np.empty(len(encoded) + 1, np.int64)
-    offsets[0] = bulk.nbytes
-    np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
-    offsets[1:] += bulk.nbytes
+    offsets = np.array([*accumulate(map(len, encoded), initial=bulk.nbytes)], np.int64)
     joined = np.frombuffer(bytearray(b"".join(encoded)), np.uint8)
     layout = Layout(kind, "torch.uint8", (), len(encoded), int(offsets[-1]))
     values, ends = torch.from_numpy(joined), torch.from_numpy(offsets)

@@ -8,13 +8,13 @@ bool, int, float, str, bytes, list (a tuple becomes one), dict with string keys,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-from msgspec.msgpack import Ext
+from msgspec.msgpack import Encoder, Ext
 
 from rlplane.errors import InvalidRequestError, UnsupportedValueError
 
@@ -29,24 +29,35 @@ __all__ = [
 ]
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
+_WALKED = _ATOMS | {list, tuple, dict, np.ndarray}
 _ARRAY, _PICKLE = 1, 2
-_encoder = msgspec.msgpack.Encoder()
-_Bulk = Callable[[Any], Ext | None]
+_encoder = Encoder()
 _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
+class Keeper(Protocol):
+    """Keeps values of rows apart from them."""
+
+    def keep(self, value: Any) -> Any:
+        """What stands for a value in its row until that is encoded; None if it is not kept."""
+
+    def encoder(self) -> Encoder:
+        """Encodes rows whose values were all offered."""
+
+
 def encode_objects(
-    values: Sequence[Any], *, field: str, allow_pickle: bool = False, bulk: _Bulk | None = None
+    values: Sequence[Any], *, field: str, allow_pickle: bool = False, bulk: Keeper | None = None
 ) -> list[bytes]:
     """Encode one object per row; ``field`` is named in the error if one may not travel.
 
-    ``bulk`` is asked about arrays and about what is not plain data: it may keep a value itself and say what
-    stands for it.
+    ``bulk`` is offered arrays, and what is not plain data.
     """
     try:
+        encoder = _encoder
         if not set(map(type, values)) <= _ATOMS:
             values = [_sealed(value, f"field {field!r}", allow_pickle, bulk) for value in values]
-        return [_encoder.encode(value) for value in values]
+            encoder = _encoder if bulk is None else bulk.encoder()
+        return [encoder.encode(value) for value in values]
     except RecursionError as error:
         raise UnsupportedValueError(f"field {field!r} holds a value that is nested too deeply") from error
     except (OverflowError, UnicodeEncodeError) as error:
@@ -119,7 +130,7 @@ def _sealed_tag(name: str, value: Any, allow_pickle: bool) -> Any:
         raise UnsupportedValueError(f"tag {name!r} holds a value that is nested too deeply") from error
 
 
-def _sealed(value: Any, where: str, allow_pickle: bool, bulk: _Bulk | None = None) -> Any:
+def _sealed(value: Any, where: str, allow_pickle: bool, bulk: Keeper | None = None) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         if kind is int and not _INT64_MIN <= value <= _UINT64_MAX:
@@ -132,18 +143,22 @@ def _sealed(value: Any, where: str, allow_pickle: bool, bulk: _Bulk | None = Non
     if kind is dict:
         sealed = {}
         for key, item in value.items():
-            if type(key) is not str or not _is_encodable(key):
+            if type(key) is not str or not (key.isascii() or _is_encodable(key)):
                 break
-            sealed[key] = None if item is None else _sealed(item, where, allow_pickle, bulk)
+            if item is not None:
+                # A batch has thousands of tensors: a call less for each of them is a measurable part of it.
+                kept = None if bulk is None or type(item) in _WALKED else bulk.keep(item)
+                item = _sealed(item, where, allow_pickle, bulk) if kept is None else kept
+            sealed[key] = item
         else:
             return sealed
-    elif bulk is not None and kind is not np.ndarray and (kept := bulk(value)) is not None:
+    elif bulk is not None and kind is not np.ndarray and (kept := bulk.keep(value)) is not None:
         return kept
     elif isinstance(value, np.generic) and value.dtype.kind in "biufSU" and type(value.item()) in _ATOMS:
         # Not dates, which would come back as numbers, nor long doubles, which Python does not have.
         return _sealed(value.item(), where, allow_pickle)
     elif kind is np.ndarray and value.dtype.kind in "biufcSU":
-        if bulk is not None and (kept := bulk(value)) is not None:
+        if bulk is not None and (kept := bulk.keep(value)) is not None:
             return kept
         # dtype.str says the byte order too, so that big-endian arrays come back right.
         header = _encoder.encode((value.dtype.str, value.shape))

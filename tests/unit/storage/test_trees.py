@@ -6,6 +6,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,37 @@ def test_a_tensor_that_rows_share_is_stored_once(blocks: Blocks) -> None:
     held = image.nbytes + array.nbytes
     assert held <= layout.values_nbytes < 1.05 * held + 8 * 256
     assert is_same(blocks.get([(0, 5), (0, 2)]).tolist(), [rows[5], rows[2]])
+
+
+def test_tensors_of_one_memory_are_stored_once_whatever_object_holds_them(blocks: Blocks) -> None:
+    image, array = random_tensor((100, 50), torch.float32, 1), np.arange(3000.0)
+    array.flags.writeable = False
+    parameter = torch.nn.Parameter(image)
+    rows: list[dict[str, Any]] = [
+        {"image": image.view(100, 50), "array": array[:]},
+        {"image": image.expand(1, 100, 50)[0], "array": array[:]},
+        {"image": parameter, "array": array},
+        {"image": parameter, "empty": torch.empty(0, 3)},
+        {"empty": torch.empty(3, 0)},
+    ]
+    layout = blocks.put(stack(rows), 5)
+    held = image.nbytes + array.nbytes
+    assert held <= layout.values_nbytes < held + 8 * 256
+    for row in rows[2:4]:
+        row["image"] = image
+    assert is_same(blocks.get([(0, row) for row in range(5)]).tolist(), rows)
+
+
+def test_a_tensor_of_a_class_that_msgpack_would_take_for_a_dict_is_a_tensor(blocks: Blocks) -> None:
+    @dataclass
+    class Named(torch.Tensor):
+        name: str = "x"
+
+    rows = [{"a": torch.arange(3.0).as_subclass(Named)}, {"a": [torch.ones(2).as_subclass(Named)]}]
+    blocks.put(stack(rows), 2)
+    got = blocks.get([(0, 0), (0, 1)]).tolist()
+    assert is_same(got, [{"a": torch.arange(3.0)}, {"a": [torch.ones(2)]}])
+    assert type(got[0]["a"]) is Tensor
 
 
 def test_views_of_one_memory_that_differ_are_not_taken_for_the_same(blocks: Blocks) -> None:
