@@ -96,7 +96,7 @@ class Claims:
                         f"claim of task {claim.task!r} takes batch_size={claim.batch_size}"
                     )
                 return count, True
-            if gate is not None and self._flow.tickets[rows[0]] == NO_TICKET:
+            if gate is not None and self._flow.places[rows[0]] == NO_TICKET:
                 if gate <= 0:
                     return count, count > 0  # with nothing admitted yet, it waits
                 gate -= 1

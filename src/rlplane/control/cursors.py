@@ -92,7 +92,7 @@ class TaskCursor:
         self.claimed[rows] = True
         self.count += len(rows)
         self.owner[rows] = owner
-        self.sequence[rows] = self.claims + np.arange(len(rows))
+        self.sequence[rows] = np.arange(self.claims, self.claims + len(rows))
         self.claims += len(rows)
 
     def remove(self, rows: Rows) -> None:

@@ -119,7 +119,7 @@ class _PartitionDump:
         self._tasks = [_TaskDump(name, task, next_event) for name, task in partition.tasks.items()]
         self._flow = flow.saved(NO_ROWS)
         self._by_row = (
-            {"tickets": (flow.tickets.copy(), NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
+            {"tickets": (flow.tickets, NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
             if flow.is_used
             else {}
         )

@@ -22,6 +22,7 @@ from rlplane.control.fields import Rows
 __all__ = ["NEVER", "NO_TICKET", "FlowState", "SavedFlow"]
 
 NO_TICKET = -1
+_NO_TICKET = np.array(NO_TICKET)  # a comparison with an array takes half the time
 NEVER = -1
 _MOST_TICKETS = 2**26  # from the oldest that is in use to the newest: what a checkpoint may make room for
 _REPORTED = 65_536  # evicted samples that are kept for whoever asks; older ones are only counted
@@ -47,21 +48,24 @@ class FlowState:
     def __init__(self, size: int) -> None:
         self.version = 0
         self.is_used = False  # whether a row ever got a ticket, or was claimed for generation
-        self.tickets = np.full(size, NO_TICKET, np.int64)  # by row
-        self.begun = np.full(size, NEVER, np.int64)  # the version at which a row was claimed for generation
+        self.places = np.full(size, NO_TICKET, np.int64)  # by row, where its ticket is in the columns below
+        # The version at which a row was claimed for generation, unless it had to be admitted: then it never
+        # becomes too old.
+        self.begun = np.full(size, NEVER, np.int64)
         self.evicted: Counter[str] = Counter()
         self.closed_short: Counter[str] = Counter()
         self.reported: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_REPORTED)
         self._next_ticket = 0
         self._free: list[int] = []
-        # Of the tickets from _oldest on: how many live rows have each, one of them (the one, unless there
-        # are groups), and whether it is open: with a prompt, and still to be trained. All older ones are done
-        # with.
+        # Of the tickets from _oldest on: the row that got it (with groups, one of them), how many others have
+        # it, whether it is done with (trained, or without a prompt; all older ones are), and its place. The
+        # last entry is never that of a ticket: it is where NO_TICKET leads to.
         self._oldest = 0
-        self._rows = np.zeros(64, np.int64)
         self._row = np.zeros(64, np.int64)
-        self._open = np.zeros(64, bool)
-        self._first_open = 0  # no earlier ticket is open
+        self._others = np.zeros(64, np.int64)
+        self._done = np.zeros(64, bool)
+        self._numbers = np.arange(64)
+        self._first_open = 0  # all earlier tickets are done with
         self._has_groups = False
 
     @property
@@ -69,121 +73,129 @@ class FlowState:
         """How many prompts have a ticket, or had one and were trained."""
         return self._next_ticket - len(self._free)
 
+    @property
+    def tickets(self) -> Rows:
+        """The ticket of each row."""
+        return np.where(self.places == NO_TICKET, NO_TICKET, self.places + self._oldest)
+
     def grow(self, size: int) -> None:
         """Make room for rows up to ``size``."""
-        self.tickets = grown(self.tickets, size, NO_TICKET)
+        self.places = grown(self.places, size, NO_TICKET)
         self.begun = grown(self.begun, size, NEVER)
 
     def begin(self, rows: Rows) -> None:
-        """Rows were claimed for generation."""
+        """Rows were claimed for generation, by a policy that admits all."""
         self.is_used = True
         self.begun[rows] = self.version
 
     def admit(self, rows: Rows, prompts: Rows | None = None) -> None:
         """Give each prompt a ticket, if it has none. ``prompts`` has for each row the number (from 0 on) of
         its prompt; without, each row is one."""
-        self.begin(rows)
+        self.is_used = True
         heads = rows if prompts is None else rows[np.unique(prompts, return_index=True)[1]]
-        is_fresh = self.tickets[heads] == NO_TICKET
+        is_fresh = self.places[heads] == _NO_TICKET
         fresh = heads[is_fresh]
         if not len(fresh):
             return
-        tickets, places = self._issue(len(fresh))
+        places = self._issue(len(fresh))
         self._row[places] = fresh
-        self._open[places] = True
         if prompts is None:
-            self.tickets[fresh] = tickets
-            self._rows[places] = 1
+            self.places[fresh] = places
         else:
             self._has_groups = True
             of_prompt = np.full(len(heads), NO_TICKET)
-            of_prompt[is_fresh] = tickets
+            of_prompt[is_fresh] = places
             of_row = of_prompt[prompts]
-            self.tickets[rows[of_row != NO_TICKET]] = of_row[of_row != NO_TICKET]
-            self._rows[places] = np.bincount(prompts)[is_fresh]
+            self.places[rows[of_row != NO_TICKET]] = of_row[of_row != NO_TICKET]
+            self._others[places] = np.bincount(prompts)[is_fresh] - 1
 
-    def _issue(self, count: int) -> tuple[Rows, Rows | slice]:
-        """The next tickets, those that came back first, in order; and where they are in the columns."""
+    def _issue(self, count: int) -> Rows:
+        """The places of the next tickets, those that came back first, in order."""
         again = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))] if self._free else []
         first_new = self._next_ticket
         self._next_ticket += count - len(again)
-        new = np.arange(first_new, self._next_ticket)
         self._make_room(again[0] if again else first_new)
+        new = self._numbers[first_new - self._oldest : self._next_ticket - self._oldest]
         if not again:
-            return new, slice(first_new - self._oldest, self._next_ticket - self._oldest)
+            return new
         self._first_open = min(self._first_open, again[0])
-        tickets = np.concatenate((np.array(again, np.int64), new))
-        return tickets, tickets - self._oldest
+        places = np.array(again, np.int64) - self._oldest
+        self._others[places], self._done[places] = 0, False
+        return np.concatenate((places, new))
 
     def train(self, rows: Rows) -> None:
         """Rows were claimed for training."""
-        tickets = self.tickets[rows]
-        self._open[tickets[tickets != NO_TICKET] - self._oldest] = False
+        self._done[self.places[rows]] = True
 
     def untrain(self, rows: Rows) -> None:
         """Rows that were claimed for training came back."""
-        tickets = self._tickets_of(rows)
-        if len(tickets):
-            self._open[tickets - self._oldest] = True
-            self._first_open = min(self._first_open, int(tickets.min()))
+        places = self._places_of(rows)
+        if len(places):
+            self._done[places] = False
+            self._first_open = min(self._first_open, int(places.min()) + self._oldest)
 
-    def _tickets_of(self, rows: Rows) -> Rows:
-        tickets = self.tickets[rows]
-        found: Rows = tickets[tickets != NO_TICKET]
+    def _places_of(self, rows: Rows | slice) -> Rows:
+        places = self.places[rows]
+        found: Rows = places[places != NO_TICKET]
         return found
 
     def remove(self, rows: Rows, *, reuse: bool) -> None:
         """Rows are gone. ``reuse``: a ticket that was never trained may be given to another prompt."""
-        tickets = self._tickets_of(rows)
-        self.tickets[rows], self.begun[rows] = NO_TICKET, NEVER
-        if not len(tickets):
+        places = self._places_of(rows)
+        self.places[rows], self.begun[rows] = NO_TICKET, NEVER
+        if not len(places):
             return
-        places, counts = np.unique(tickets - self._oldest, return_counts=True)
-        self._rows[places] -= counts
-        gone = places[self._rows[places] == 0]
+        places, counts = np.unique(places, return_counts=True)
+        self._others[places] -= counts
+        gone = places[self._others[places] < 0]
         if reuse:
-            for ticket in (gone[self._open[gone]] + self._oldest).tolist():
+            for ticket in (gone[~self._done[gone]] + self._oldest).tolist():
                 heapq.heappush(self._free, ticket)
-        self._open[gone] = False
+        self._done[gone] = True
 
     def _make_room(self, first: int) -> None:
         """Have an entry for every ticket that was given out and is not done with, or is not before the
         ``first``."""
         length = self._next_ticket - self._oldest
-        if length <= len(self._rows):
+        if length < len(self._row):
             return
-        in_use = np.flatnonzero(self._rows)
-        done = int(in_use[0]) if len(in_use) else len(self._rows)
+        in_use = self._places_of(slice(None))
+        done = int(in_use.min()) if len(in_use) else len(self._row)
         done = min([done, first - self._oldest, *(ticket - self._oldest for ticket in self._free[:1])])
-        size = max(64, 2 * (length - done))
-        self._rows, self._row, self._open = (
-            grown(column[done:], size, 0) for column in (self._rows, self._row, self._open)
+        # So large that moving the places of all rows costs little for each ticket.
+        size = max(64, 2 * (length - done), len(self.places))
+        self._done[NO_TICKET] = False  # from here on it is that of a ticket
+        self._row, self._others, self._done = (
+            grown(column[done:], size, 0) for column in (self._row, self._others, self._done)
         )
+        self.places[self.places != NO_TICKET] -= done
         self._oldest += done
+        self._numbers = np.arange(size)
 
     def current_step(self, batch: int) -> int:
         """The first step that has a prompt which is still to be trained."""
         at, end = max(self._first_open - self._oldest, 0), self._next_ticket - self._oldest
-        if at < end and not self._open[at]:
-            at += int(self._open[at:end].argmax())  # the first, if there is one
-            at = at if self._open[at] else end
+        if at < end and self._done[at]:
+            at += int(self._done[at:end].argmin())  # the first, if there is one
+            at = end if self._done[at] else at
         self._first_open = at + self._oldest
         return self._first_open // batch
 
     def rows_of_step(self, step: int, batch: int) -> Rows:
         """The live rows that have the tickets of a step, in no order."""
         if self._has_groups:
-            every = np.arange(len(self.tickets))
+            every = np.arange(len(self.places))
             return every[self.are_of_step(every, step, batch)]
         first = step * batch - self._oldest
-        of_step = slice(max(first, 0), max(first + batch, 0))  # after the last ticket there are no rows
-        rows: Rows = self._row[of_step][self._rows[of_step] > 0]
-        return rows
+        of_step = slice(max(first, 0), max(first + batch, 0))
+        rows = self._row[of_step]
+        live: Rows = rows[self.places[rows] == self._numbers[of_step]]
+        return live
 
     def are_of_step(self, rows: Rows, step: int, batch: int) -> NDArray[np.bool_]:
         """For each row, whether it has a ticket of a step."""
-        tickets = self.tickets[rows]
-        found: NDArray[np.bool_] = (tickets >= step * batch) & (tickets < (step + 1) * batch)
+        places, first = self.places[rows], step * batch - self._oldest
+        found: NDArray[np.bool_] = (places >= max(first, 0)) & (places < first + batch)
         return found
 
     def is_issued(self, step: int, batch: int) -> bool:
@@ -203,13 +215,16 @@ class FlowState:
     def saved(self, rows: Rows) -> SavedFlow:
         """For a checkpoint that has these rows in this order."""
         tickets, begun = self.tickets[rows], self.begun[rows]
+        is_trained = np.zeros(len(self._done), bool)
+        is_trained[self._places_of(slice(None))] = True
+        is_trained &= self._done
         with_ticket, with_begin = np.flatnonzero(tickets != NO_TICKET), np.flatnonzero(begun != NEVER)
         return SavedFlow(
             self.version,
             self._next_ticket,
             list(self._free),
             dict(zip(with_ticket.tolist(), tickets[with_ticket].tolist(), strict=True)),
-            (np.flatnonzero((self._rows > 0) & ~self._open) + self._oldest).tolist(),
+            (np.flatnonzero(is_trained) + self._oldest).tolist(),
             dict(zip(with_begin.tolist(), begun[with_begin].tolist(), strict=True)),
             dict(self.evicted),
             dict(self.closed_short),
@@ -221,7 +236,6 @@ class FlowState:
         self.version, self._next_ticket = saved.version, saved.next_ticket
         self._free = sorted(saved.free)
         self.is_used = bool(saved.tickets or saved.begun)
-        self.tickets[rows[list(saved.tickets)]] = list(saved.tickets.values())
         self.begun[rows[list(saved.begun)]] = list(saved.begun.values())
         live = np.array(list(saved.tickets.values()), np.int64)
         known = [*live.tolist(), *saved.trained, *self._free]
@@ -229,10 +243,13 @@ class FlowState:
         if max(known, default=-1) >= self._next_ticket or self._next_ticket - self._oldest > _MOST_TICKETS:
             raise ValueError(f"its tickets are not {_MOST_TICKETS} at most, below {self._next_ticket}")
         self._make_room(self._oldest)
-        np.add.at(self._rows, live - self._oldest, 1)
+        self.places[rows[list(saved.tickets)]] = live - self._oldest
         self._row[live - self._oldest] = rows[list(saved.tickets)]
-        self._has_groups = bool((self._rows > 1).any())
-        self._open = self._rows > 0
-        self._open[np.array(saved.trained, np.int64) - self._oldest] = False
+        given_out = self._next_ticket - self._oldest
+        counts = np.bincount(live - self._oldest, minlength=given_out)
+        self._others[:given_out] = counts - 1
+        self._has_groups = bool((counts > 1).any())
+        self._done[:given_out] = counts == 0
+        self._done[np.array(saved.trained, np.int64) - self._oldest] = True
         self.evicted, self.closed_short = Counter(saved.evicted), Counter(saved.closed_short)
         self.reported.extend(saved.reported)

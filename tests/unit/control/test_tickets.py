@@ -117,7 +117,7 @@ def test_what_is_done_with_takes_no_room() -> None:
         flow.admit(rows)
         flow.train(rows)
         flow.remove(rows, reuse=True)
-    assert flow.admitted == 8000 and len(flow._rows) <= 64
+    assert flow.admitted == 8000 and len(flow._row) <= 64
 
 
 @pytest.mark.parametrize(
