@@ -9,6 +9,7 @@ partition.py   one partition: registering, writing, removing, and the parts that
   claims.py         how claims are answered, those that wait among them
   flow_control.py   its flow policy, applied to rows
   looking.py        questions that change nothing
+clearing.py    a clear of many samples, a slice at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready
 groups.py      the same for whole GRPO groups

@@ -7,6 +7,7 @@ that all parts share; what each part knows beside it is its own.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlplane.control.flow import FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
-from rlplane.control.requests import NOBODY, Claim, LostRows, Put
+from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
 from rlplane.errors import (
@@ -33,6 +34,8 @@ from rlplane.errors import (
 
 __all__ = ["TIMEOUT", "Partition"]
 
+# Up to this many references are counted faster by a Counter than by numpy.unique.
+_FEW = 256
 TIMEOUT = "timeout"
 """Why a group was closed, or given up, that had waited too long."""
 
@@ -43,6 +46,9 @@ class Partition:
     def __init__(self, spec: PartitionSpec, version: int = 1) -> None:
         self.version = version
         self.nbytes = 0
+        # By block: how many rows refer to it, and how large it is.
+        self.block_rows: dict[int, int] = {}
+        self._block_sizes: dict[int, int] = {}
         self.table = SampleTable(spec)
         self.flow = FlowState(self.table.size)
         self.groups = GroupMembers(self.table)
@@ -257,6 +263,37 @@ class Partition:
             for task in self.tasks.values():
                 task.kept.pop(name, None)
         return self.table.remove(rows)
+
+    # Blocks
+
+    def add_block(self, block: int, rows: int, nbytes: int) -> None:
+        """So many rows refer to a new block."""
+        self.block_rows[block] = rows
+        self._block_sizes[block] = nbytes
+        self.nbytes += nbytes
+
+    def release_rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects) -> None:
+        """Rows do not refer to these blocks any more; those that no other row refers to are freed."""
+        if len(blocks) <= _FEW:
+            counts = dict(Counter(blocks.tolist()))
+        else:
+            unique, number = np.unique(blocks, return_counts=True)
+            counts = dict(zip(unique.tolist(), number.tolist(), strict=True))
+        counts.pop(-1, None)  # rows that had none
+        is_part = False
+        for block, rows in counts.items():
+            left = self.block_rows[block] - rows
+            if left:
+                self.block_rows[block] = left
+                is_part = True
+                continue
+            del self.block_rows[block]
+            self.nbytes -= self._block_sizes.pop(block)
+            effects.freed.append(block)
+        if is_part:
+            effects.dropped.append((blocks, positions))
+
+    # Losses
 
     def lost_fields(self, lost: LostRows) -> dict[str, Rows]:
         """By field, the rows that have lost their value or a turn of it."""

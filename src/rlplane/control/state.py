@@ -15,13 +15,13 @@ ever asked for there is a queue of ready samples, fed by the writes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.clearing import Clearing
 from rlplane.control.conditions import Look
 from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
@@ -40,8 +40,6 @@ from rlplane.errors import (
 
 __all__ = ["LOST", "STALE", "ControlState"]
 
-# Up to this many references are counted faster by a Counter than by numpy.unique.
-_FEW = 256
 # Samples that are looked at within some milliseconds.
 _MANY = 20_000
 STALE = "stale"
@@ -65,8 +63,6 @@ class ControlState:
         self.latest_dropped = 0  # the highest version of a partition that was dropped
         self.now = 0.0
         self._waiting_puts: WaitingLine[Put] = WaitingLine()
-        self._block_rows: dict[int, int] = {}
-        self._block_home: dict[int, tuple[Partition, int]] = {}
 
     def partition(self, partition_id: str) -> Partition:
         """The partition of that name, or ``UnknownPartitionError``."""
@@ -223,15 +219,37 @@ class ControlState:
 
     def clear(self, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
         """Drop samples (all of them for None); also returns how many there were."""
+        return self._clear_all(self.begin_clear(partition_id, ids), Effects())
+
+    def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
+        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
+        return self._clear_all(self.begin_clear_written_by(partition_id, owner), Effects())
+
+    def _clear_all(self, clearing: Clearing, effects: Effects) -> tuple[int, Effects]:
+        while not clearing.is_over:
+            self.clear_some(clearing, effects)
+        return clearing.count, effects
+
+    def begin_clear(self, partition_id: str, ids: Sequence[str] | None) -> Clearing:
+        """The same with :meth:`clear_some`, a slice at a time."""
         partition = self.partition(partition_id)
-        effects = Effects()
-        rows = partition.live_rows(ids)
+        return Clearing(partition, list(partition.rows) if ids is None else ids)
+
+    def begin_clear_written_by(self, partition_id: str, owner: int) -> Clearing:
+        """The same with :meth:`clear_some`, a slice at a time."""
+        partition = self.partition(partition_id)
+        rows = partition.table.written_by(owner)
+        return Clearing(partition, list(partition.rows) if rows is None else partition.ids[rows].tolist())
+
+    def clear_some(self, clearing: Clearing, effects: Effects) -> None:
+        """Go on with a clear, until it is over. In between others see that some of the samples are gone: each
+        slice is a clear of its own."""
+        partition, rows = clearing.partition, clearing.next_rows()
         if len(rows):
             self._remove(partition, rows, effects)
             # A sample that is gone may have been all that stood between a claim and its tail.
             self._answer_claims(partition, effects)
             self._retry_puts(effects)
-        return len(rows), effects
 
     def advance(self, partition_id: str, version: int) -> Effects:
         """The trainer has published weights: what is too old now is evicted, and the gate opens."""
@@ -265,7 +283,7 @@ class ControlState:
             count += len(rows)
             if partition.spec.flow is not None and partition.spec.flow.on_lost == "keep":
                 for name, those in fields.items():
-                    self._release_rows(*partition.lose(name, those), effects)
+                    partition.release_rows(*partition.lose(name, those), effects)
             else:
                 partition.table.note_lost(rows)
                 self._evict(partition, rows, LOST, effects)
@@ -336,27 +354,24 @@ class ControlState:
     def drop(self, partition_id: str) -> tuple[int, Effects]:
         """Forget a partition with its samples, schema and tasks; also returns how many samples there were.
         Whoever waits for it gets an error."""
+        return self._clear_all(*self.begin_drop(partition_id))
+
+    def begin_drop(self, partition_id: str) -> tuple[Clearing, Effects]:
+        """The same, but what its samples have is still to be freed with :meth:`clear_some`, a slice at a
+        time. Nobody can name them any more."""
         partition = self.partition(partition_id)
         gone = UnknownPartitionError(f"partition {partition_id!r} was dropped")
-        refused = Effects()
+        effects = Effects()
         for put in [put for put in self._waiting_puts if put.partition_id == partition_id]:
             self._waiting_puts.remove(put)
-            self._refuse(put, gone, refused)
+            self._refuse(put, gone, effects)
         for task in partition.tasks.values():
-            refused.answers.extend((claim.token, gone) for claim in task.waiting)
+            effects.answers.extend((claim.token, gone) for claim in task.waiting)
             task.waiting = []
-        count, effects = self.clear(partition_id, None)
-        effects.answers[:0], effects.freed[:0] = refused.answers, refused.freed
         del self.partitions[partition_id]
         self.latest_dropped = max(self.latest_dropped, partition.version)
         self._retry_puts(effects)
-        return count, effects
-
-    def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
-        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
-        partition = self.partition(partition_id)
-        rows = partition.table.written_by(owner)
-        return self.clear(partition_id, None if rows is None else partition.ids[rows].tolist())
+        return Clearing(partition, list(partition.rows)), effects
 
     def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
         """That owner is done with these samples: they are not handed out again when it goes."""
@@ -433,9 +448,7 @@ class ControlState:
         """Count the rows of blocks that a restored column refers to."""
         used, rows = np.unique(blocks[blocks >= 0], return_counts=True)
         for block, count in zip(used.tolist(), rows.tolist(), strict=True):
-            self._block_rows[block] = count
-            self._block_home[block] = (partition, sizes[block])
-            partition.nbytes += sizes[block]
+            partition.add_block(block, count, sizes[block])
 
     # Questions
 
@@ -476,7 +489,10 @@ class ControlState:
 
     def blocks(self) -> dict[int, int]:
         """Every block that samples refer to, with the number of rows that do."""
-        return dict(self._block_rows)
+        found: dict[int, int] = {}
+        for partition in self.partitions.values():
+            found.update(partition.block_rows)
+        return found
 
     # How writes, waits and blocks work together
 
@@ -489,20 +505,18 @@ class ControlState:
         if put.ids:
             sizes = put.nbytes or [0] * len(put.blocks)
             for block, nbytes in zip(put.blocks.values(), sizes, strict=True):
-                self._block_rows[block] = len(put.ids)
-                self._block_home[block] = (partition, nbytes)
-                partition.nbytes += nbytes
+                partition.add_block(block, len(put.ids), nbytes)
         else:
             effects.freed.extend(put.blocks.values())
         for blocks, positions in replaced:
-            self._release_rows(blocks, positions, effects)
+            partition.release_rows(blocks, positions, effects)
         if put.tags is not None and partition.spec.flow is not None:
             written = partition.live_rows(put.ids).tolist()
             self._evict(partition, partition.flow_control.stale(written), STALE, effects)
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:
-        self._release_rows(*partition.remove(rows), effects)
+        partition.release_rows(*partition.remove(rows), effects)
         self.live -= len(rows)
 
     def _evict(self, partition: Partition, rows: NDArray[np.int64], reason: str, effects: Effects) -> None:
@@ -511,29 +525,6 @@ class ControlState:
             for row in rows.tolist():
                 partition.flow.report(partition.ids[row], partition.tags[row], reason)
             self._remove(partition, rows, effects)
-
-    def _release_rows(
-        self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects
-    ) -> None:
-        if len(blocks) <= _FEW:
-            counts = dict(Counter(blocks.tolist()))
-        else:
-            unique, number = np.unique(blocks, return_counts=True)
-            counts = dict(zip(unique.tolist(), number.tolist(), strict=True))
-        counts.pop(-1, None)  # rows that had none
-        is_part = False
-        for block, rows in counts.items():
-            left = self._block_rows[block] - rows
-            if left:
-                self._block_rows[block] = left
-                is_part = True
-                continue
-            del self._block_rows[block]
-            partition, nbytes = self._block_home.pop(block)
-            partition.nbytes -= nbytes
-            effects.freed.append(block)
-        if is_part:
-            effects.dropped.append((blocks, positions))
 
     @staticmethod
     def _refuse_impossible(new: int, capacity: int) -> None:

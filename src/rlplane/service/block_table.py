@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
+import numpy as np
+
 from rlplane.control.requests import Effects
 from rlplane.service.dead_rows import DeadRows
 from rlplane.storage.places import Layout, Place, StorageHost
@@ -116,10 +118,12 @@ class BlockTable:
             self._dead_rows.add_block(place, start, layout)
         changed = [place for place, _, _ in gone]
         for blocks, positions in effects.dropped:
-            for block in dict.fromkeys(blocks.tolist()):
+            order = np.argsort(blocks, kind="stable")
+            numbers, firsts = np.unique(blocks[order], return_index=True)
+            for block, rows in zip(numbers.tolist(), np.split(positions[order], firsts[1:]), strict=True):
                 if block in self.blocks:
                     place, start, layout = self.blocks[block]
-                    self._dead_rows.add(place, start, layout, positions[blocks == block])
+                    self._dead_rows.add(place, start, layout, rows)
                     changed.append(place)
         self._drop_references([place for place, _, _ in gone], storage)
         for place in self._dead_rows.of(changed):

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.clearing import Clearing
 from rlplane.control.dump import BlockSize, StateDump, restore_state
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import Partition
@@ -37,7 +38,18 @@ from rlplane.service.admission import WaitingReservation, is_for_live_samples, m
 from rlplane.service.block_table import Block, BlockTable
 from rlplane.service.commit_checks import checked_sizes
 from rlplane.service.field_rows import field_rows
-from rlplane.service.journal import Abandoned, Asked, Expired, HungUp, Joined, Journal, Left, Lost, Retried
+from rlplane.service.journal import (
+    Abandoned,
+    Asked,
+    Expired,
+    HungUp,
+    Joined,
+    Journal,
+    Left,
+    Lost,
+    Retried,
+    WentOn,
+)
 from rlplane.service.lost_rows import lost_rows
 from rlplane.service.stall import LookAhead, LoopStall
 from rlplane.storage.keyed import lost_chunks
@@ -85,6 +97,14 @@ Granted = Place | int | tuple[str, str, list[str]]
 
 DumpApart = Callable[[Callable[[], Iterator[bytes]], Callable[[Iterator[bytes] | None], None]], None]
 """Takes what makes the pieces of a dump, and whom to give them to; None if they could not be made."""
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """What was begun for a request, and is gone on with between others until it can be answered."""
+
+    request: PendingRequest | None
+    clearing: Clearing
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +169,7 @@ class ControlService:
         self._most_deadlines = 1024
         self._ticks = 0
         self._unanswered: dict[tuple[int, int], PendingRequest] = {}
+        self._work: deque[_Work] = deque()
         self.wall = 0.0
         self.stall = LoopStall()
         self.requests = 0
@@ -301,11 +322,20 @@ class ControlService:
         if answer is not None:
             self.deliver(request, answer)
             return True
-        waiting = self._unanswered.get((request.client, request.number))
+        waiting = self._unanswered.get((request.client, request.number)) or self._at_work_for(
+            request.client, request.number
+        )
         if waiting is not None:
             waiting.channel = request.channel
             return True
         return False
+
+    def _at_work_for(self, client: int, number: int) -> PendingRequest | None:
+        """The request of that number, if it has been begun."""
+        for work in self._work:
+            if work.request is not None and (work.request.client, work.request.number) == (client, number):
+                return work.request
+        return None
 
     def _send(self, request: PendingRequest, answer: wire.Answer) -> None:
         self._unanswered.pop((request.client, request.number), None)
@@ -332,11 +362,10 @@ class ControlService:
                 return self._locate(request, held, body)
             case wire.Clear(partition_id, ids):
                 if ids is None:
-                    count, effects = self.state.clear_written_by(partition_id, request.client)
+                    clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:
-                    count, effects = self.state.clear(partition_id, ids)
-                self._send(request, wire.Done(count))
-                self._carry_out(effects)
+                    clearing = self.state.begin_clear(partition_id, ids)
+                self._work_on(_Work(request, clearing))
                 return None
             case wire.Unclaim(partition_id, task, ids, is_finished):
                 self.state.partition(partition_id).task(task)
@@ -346,9 +375,9 @@ class ControlService:
                     self._carry_out(self.state.unclaim(partition_id, task, ids, request.client))
                 return wire.Done()
             case wire.DropPartition(partition_id):
-                count, effects = self.state.drop(partition_id)
-                self._send(request, wire.Done(count))
+                clearing, effects = self.state.begin_drop(partition_id)
                 self._carry_out(effects)
+                self._work_on(_Work(request, clearing))
                 return None
             case wire.Reserve():
                 return self._reserve(request, held, body)
@@ -458,6 +487,36 @@ class ControlService:
         if effects.freed or effects.dropped:
             self.table.drop(effects, self.storage)
             self.retry_reservations()
+
+    # Long work
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something was begun that :meth:`go_on` goes on with."""
+        return bool(self._work)
+
+    def go_on(self) -> None:
+        """Do the next slice of what was begun. It is an input like any other: what others ask comes before
+        it or after it, also when it is repeated from a journal."""
+        if self.journal is not None:
+            self.journal.add(WentOn(self.now))
+        work = self._work.popleft()
+        try:
+            self._work_on(work)
+        except Exception as error:
+            if work.request is not None:
+                self._send(work.request, wire.Failure("", f"{type(error).__name__}: {error}"))
+            raise
+
+    def _work_on(self, work: _Work) -> None:
+        """Do one slice. What was begun takes turns, so that a short clear does not wait for a long one."""
+        effects = Effects()
+        self.state.clear_some(work.clearing, effects)
+        if not work.clearing.is_over:
+            self._work.append(work)
+        elif work.request is not None:
+            self._send(work.request, wire.Done(work.clearing.count))
+        self._carry_out(effects)
 
     # Places
 
@@ -705,6 +764,9 @@ class ControlService:
         if waiting is not None:
             self._carry_out(self.state.give_up(waiting))
             self._stop_waiting({waiting})
+        begun = self._at_work_for(client, number)
+        if begun is not None:
+            begun.remembered = False  # it is done all the same, as a short one is
         for channel, (answered, what) in list(held.granted.items()):
             if answered != number:
                 continue
@@ -946,8 +1008,9 @@ class ControlService:
                 channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
             }
         self._next_lease = max(self._next_lease, first_lease)
-        for request in self._unanswered.values():
-            request.channel = 0
+        for request in [*self._unanswered.values(), *(work.request for work in self._work)]:
+            if request is not None:
+                request.channel = 0
 
     def set_clock(self, now: float, wall: float) -> None:
         """Set the time. Deadlines of before are moved if they were set by another machine's clock."""

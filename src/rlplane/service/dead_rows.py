@@ -58,10 +58,10 @@ class DeadRows:
                 continue
             ends = _row_ends(layout, start, read)
             if ends is not None:
-                edges = np.flatnonzero(np.diff(dead, prepend=False, append=False))
-                found += zip(
-                    (start + ends[edges[::2]]).tolist(), (start + ends[edges[1::2]]).tolist(), strict=True
-                )
+                edges = ends[np.flatnonzero(np.diff(dead, prepend=False, append=False))]
+                first, last = edges[::2], edges[1::2]
+                useful = last - first >= _PAGE
+                found += zip((start + first[useful]).tolist(), (start + last[useful]).tolist(), strict=True)
         return found
 
     def __iter__(self) -> Iterator[int]:

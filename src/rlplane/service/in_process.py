@@ -28,6 +28,8 @@ Listener: TypeAlias = Callable[[int, bytes | None], None]
 
 _LOOK_S = 0.1
 _LONGEST_ALARM_S = 3600.0
+# Between two slices of something long: whoever waits for the lock gets it, and not the thread that had it.
+_LET_OTHERS_S = 1e-4
 
 
 class LocalService:
@@ -61,6 +63,7 @@ class LocalService:
         try:
             self._look_ahead(envelope)
             self._call(lambda: self._service.handle(request, envelope))
+            self._go_on()
             while not answer.ready.is_set():
                 left = self.next_deadline() - time.monotonic()
                 answer.ready.wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
@@ -86,6 +89,7 @@ class LocalService:
         """Handle a request whose answer goes to the client's listener."""
         self._look_ahead(envelope)
         self._call(lambda: self._service.handle(request, envelope))
+        self._go_on()
 
     def hang_up(self, channel: int) -> None:
         """Nobody reads the answers of this channel any more."""
@@ -133,6 +137,17 @@ class LocalService:
             with self._lock:  # it is free between two looks
                 if look():
                     return
+            time.sleep(_LET_OTHERS_S)
+
+    def _go_on(self) -> None:
+        """Do what was begun, whoever began it."""
+        while self._service.has_work:
+            self._call(self._do_a_slice)
+            time.sleep(_LET_OTHERS_S)
+
+    def _do_a_slice(self) -> None:
+        if self._service.has_work:  # another thread may have done the last one
+            self._service.go_on()
 
     def _call(self, function: Callable[[], None]) -> None:
         with self._lock:

@@ -104,6 +104,12 @@ class Lost(_Record):
     now: float
 
 
+class WentOn(_Record):
+    """A slice of a long request was worked off."""
+
+    now: float
+
+
 class Outcome(_Record):
     """What the storage answered to the service: a place, True or False, a number of bytes, or nothing."""
 
@@ -123,7 +129,20 @@ class GivenBack(_Record):
     stretches: list[tuple[int, int]]
 
 
-Record = Joined | Left | Asked | Abandoned | HungUp | Expired | Retried | Lost | Outcome | Freed | GivenBack
+Record = (
+    Joined
+    | Left
+    | Asked
+    | Abandoned
+    | HungUp
+    | Expired
+    | Retried
+    | Lost
+    | WentOn
+    | Outcome
+    | Freed
+    | GivenBack
+)
 _decoder: msgspec.msgpack.Decoder[list[Record]] = msgspec.msgpack.Decoder(list[Record])
 _encode = msgspec.msgpack.Encoder().encode
 

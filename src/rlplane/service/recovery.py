@@ -29,6 +29,7 @@ from rlplane.service.journal import (
     Outcome,
     Record,
     Retried,
+    WentOn,
     read_records,
 )
 from rlplane.storage.places import Loss, Place, StorageHost, Stretches
@@ -317,3 +318,6 @@ def _repeat(record: Record, recovered: Recovered) -> None:
         case Lost(loss, now):
             service.now = now
             service.lose(loss)
+        case WentOn(now):
+            service.now = now
+            service.go_on()

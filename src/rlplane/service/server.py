@@ -154,7 +154,7 @@ class Server:
                     self._note_stall()
                     due = service.next_deadline()
                 idle = _LOOK_S if self._missing else _TIDY_S
-                wait = 0.0 if self._looking else min(due - self._busy_since, idle)
+                wait = 0.0 if self._looking or service.has_work else min(due - self._busy_since, idle)
                 began = self._busy_since
                 events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
@@ -174,9 +174,13 @@ class Server:
                     self._look_on()
                     self._send_answers()
                     self._note_stall()
+                if service.has_work:
+                    self._go_on()
+                    self._send_answers()
+                    self._note_stall()
                 if not events or service.now >= self._look_at:
                     self._look_at = service.now + _LOOK_S
-                    self._look_at_the_clock(is_idle=not events and not self._looking)
+                    self._look_at_the_clock(is_idle=not events and not self._looking and not service.has_work)
                     self._send_answers()
                     self._note_stall()
         finally:
@@ -529,6 +533,12 @@ class Server:
         except Exception as error:
             logger.exception("a %s request failed", type(envelope.request).__name__)
             self._send(request, wire.Failure("", f"{type(error).__name__}: {error}"))
+
+    def _go_on(self) -> None:
+        try:
+            self.service.go_on()
+        except Exception:
+            logger.exception("a long request failed")
 
     def _abandon(self, client: int, number: int) -> None:
         # The request may still be on its way through one of the client's channels. The service remembers the

@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
+from rlplane.control import clearing
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -36,6 +38,13 @@ CAPACITY = 12
 CLIENTS = (0, 1, 2)
 SHARE = 0.25
 UNITS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_shortest_slices() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clearing, "_SAMPLES_AT_ONCE", 1)
+        yield
 
 
 class JournaledDesk:
@@ -94,8 +103,8 @@ class JournaledDesk:
             return
         kind = pick.choices(
             ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
-             "leave", "unreserve", "lose"],
-            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units],
+             "leave", "unreserve", "lose", "drop", "go on"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 9 * self.service.has_work],
         )[0]  # fmt: skip
         ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
         more: dict[str, Any] = {}
@@ -125,6 +134,10 @@ class JournaledDesk:
                 self.ask(client, request, **more)
             case "clear":
                 self.ask(client, wire.Clear("p", pick.choice([ids, ids, None])), **more)
+            case "drop":
+                self.ask(client, wire.DropPartition("p"), **more)
+            case "go on":
+                self.service.go_on()
             case "locate":
                 self.ask(client, wire.Locate("p", ids[:1], ["x"]), **more)
             case "release":
@@ -195,6 +208,7 @@ def picture(service: ControlService) -> dict[str, Any]:
         ],
         "lines": [line_picture(service._waiting_reservations), line_picture(service.state._waiting_puts)],
         "unanswered": sorted(service._unanswered),
+        "work": [work_picture(work) for work in service._work],
         "blocks": dict(service.table.blocks),
         "lost": (service.dead, service.lost),
         "places": {n: service.table.places[n] for n, count in references.items() if count},
@@ -204,6 +218,12 @@ def picture(service: ControlService) -> dict[str, Any]:
             for client, held in service._clients.items()
         },
     }
+
+
+def work_picture(work: Any) -> list[Any]:
+    rest = work.clearing
+    asked = work.request and (work.request.client, work.request.number, work.request.remembered)
+    return [asked, rest._ids, rest._at, rest.count, partition_picture(rest.partition)]
 
 
 def line_picture(line: WaitingLine[Any]) -> list[Any]:
@@ -292,7 +312,8 @@ def _repeat_some_requests(desk: JournaledDesk, service: ControlService) -> None:
         held = service._clients.get(client)
         if held is None or type(request) not in wire.CHANGES:
             continue
-        if number not in held.answers and (client, number) not in service._unanswered:
+        is_known = number in held.answers or (client, number) in service._unanswered
+        if not is_known and service._at_work_for(client, number) is None:
             continue
         again.clear()
         service.handle(PendingRequest(client, number, 50), wire.Envelope(request))
