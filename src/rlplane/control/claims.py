@@ -314,15 +314,13 @@ class Claims:
     def look_for(self, task: TaskCursor, claim: Claim) -> Iterator[Look]:
         """Looks at the tags that a claim will ask about."""
         key, order = self._cursors.wanted(task, claim)
-        # A queue that is not there yet is left to the claim: a look changes nothing.
-        queue = task.queues.get(key)
-        if queue is None and order is not None and not self._table.spec.group_size:
-            look = self._looking.look_at_keys(order)
-            if look is not None:
-                yield look
+        if order is not None and not self._table.spec.group_size:
+            yield from self._cursors.look_at_queue(task, key, order)
         matches = self._matches(claim)
         if matches is None:
             return
+        # Another queue that is not there yet is left to the claim: a look changes nothing.
+        queue = task.queues.get(key)
         rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
 
         def see(rows: Rows) -> int:
@@ -367,7 +365,7 @@ class Claims:
             return {"ready": None, "wanted": None, "fields": [], "where": None}
         key, order = self._cursors.wanted(task, claim)
         # A new one is not kept, because a look must not change in which order samples are handed out later.
-        queue = task.queues.get(key) or self._cursors.new_queue(task, key[0], order)
+        queue = self._cursors.known_queue(task, key) or self._cursors.new_queue(task, key[0], order)
         match = self._match_of(claim, self._flow_control.step_of(task))
         ready = queue.ready if match is None else queue.count(_MOST_COUNTED, match, (claim, "status"))
         return {"ready": ready, "wanted": claim.batch_size, "fields": claim.fields, "where": claim.where}

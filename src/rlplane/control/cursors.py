@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import grown
+from rlplane.control.conditions import Look
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
@@ -26,6 +28,8 @@ __all__ = ["Cursors", "QueueKey", "TaskCursor"]
 
 # Each queue costs a look at every write.
 _MOST_QUEUES = 16
+# Sorted into a queue within some ten milliseconds.
+_SORTED_AT_ONCE = 1 << 16
 
 QueueKey = tuple[tuple[str, ...], str]
 """Which fields a queue's samples have, and in which order they are; empty: first ready, first claimed."""
@@ -146,54 +150,108 @@ class Cursors:
     def queue(self, task: TaskCursor, claim: Claim) -> ReadyQueue:
         """The queue of what is ready for a claim of this task, built when first asked for."""
         key, order = self.wanted(task, claim)
-        queue = task.queues.pop(key, None)
-        if queue is None:
-            if len(task.queues) >= _MOST_QUEUES:
-                _drop_a_queue(task)
-            queue = self.new_queue(task, key[0], order)
-        task.queues[key] = queue  # the last one that was asked for
+        queue = self.known_queue(task, key) or self.new_queue(task, key[0], order)
+        task.queues.pop(key, None)
+        self._keep(task, key, queue)
+        return queue
+
+    def known_queue(self, task: TaskCursor, key: QueueKey) -> ReadyQueue | None:
+        """The queue that a task has for a key, whole; None if it has none."""
+        queue = task.queues.get(key)
+        if queue is not None and not queue.is_whole:
+            self._fill_unless_whole(task, key[0], queue, self._table.live_rows(None))
+            queue.is_whole = True
         return queue
 
     def new_queue(self, task: TaskCursor, required: tuple[str, ...], order: Order | None) -> ReadyQueue:
         """A queue of what is ready, which the task does not keep."""
         queue: ReadyQueue
         table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
+        rows = table.live_rows(None)
+        if order is not None and not size:
+            ordered = OrderedRowQueue(table, self._looking.keys(order))
+            self._fill_ordered(ordered, task, required, rows)
+            return ordered
         if order is not None and size:
             queue = OrderedQueue(table, size, order, sizes, task.kept)
-        elif order is not None:
-            queue = OrderedRowQueue(table, self._looking.keys(order))
         elif size:
             queue = GroupQueue(table, size, sizes, task.kept)
         else:
             queue = RowQueue(table)
-        rows = table.live_rows(None)
-        rows = rows[~task.claimed[rows] & table.have(rows, required)]
+        rows = self._ready(task, required, rows)
         if len(rows):
             self._fill(queue, task, required, rows)
         return queue
+
+    def look_at_queue(self, task: TaskCursor, key: QueueKey, order: Order) -> Iterator[Look]:
+        """Looks that build the queue of an order, before a claim asks for it. It is there meanwhile, so that
+        it takes part in all that happens, and what was there before comes to it a slice at a time."""
+        table = self._table
+        if key not in task.queues:
+            look = self._looking.look_at_keys(order)
+            if look is not None:
+                yield look
+        queue = task.queues.get(key)
+        if queue is None:
+            queue = OrderedRowQueue(table, self._looking.keys(order))
+            queue.is_whole = False
+            self._keep(task, key, queue)
+        if queue.is_whole:
+            return
+        built = queue
+
+        def see(rows: Rows) -> int:
+            # A new registration may have ended the task, or the queue.
+            if self.tasks.get(task.name) is task and task.queues.get(key) is built:
+                self._fill_unless_whole(task, key[0], built, rows)
+            return 0
+
+        yield Look(table, np.arange(table.size), see, math.inf, _SORTED_AT_ONCE)
+        built.is_whole = True
+
+    @staticmethod
+    def _keep(task: TaskCursor, key: QueueKey, queue: ReadyQueue) -> None:
+        if len(task.queues) >= _MOST_QUEUES:
+            _drop_a_queue(task)
+        task.queues[key] = queue  # the last one that was asked for
+
+    def _ready(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> Rows:
+        """Those of live rows that a claim may have."""
+        ready: Rows = rows[~task.claimed[rows] & self._table.have(rows, required)]
+        return ready
+
+    def _since(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> tuple[Rows, NDArray[np.bool_]]:
+        """The stamps of when rows became ready or came back, and whether they came back to the front."""
+        table = self._table
+        stamps = reduce(
+            np.maximum, [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
+        )
+        if task.places is None:
+            return stamps, np.zeros(len(rows), bool)
+        places = task.places[rows]
+        return np.maximum(stamps, np.abs(places)), places < -stamps
+
+    def _fill_ordered(
+        self, queue: OrderedRowQueue, task: TaskCursor, required: Sequence[str], rows: Rows
+    ) -> None:
+        """Put those of live rows that are ready into a new queue."""
+        rows = self._ready(task, required, rows)
+        queue.fill(rows, _in_line(*self._since(task, required, rows)))
 
     def _fill(self, queue: ReadyQueue, task: TaskCursor, required: Sequence[str], rows: Rows) -> None:
         """Do to a new queue what was done to those that were there when its rows became ready, came back, or
         were left over in a group that was closed."""
         table, closed = self._table, self._groups.closed
-        stamps = reduce(
-            np.maximum, [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
-        )
-        if task.places is None and not closed:
-            queue.offer(rows[np.argsort(stamps, kind="stable")])
-            return
-        returned = np.zeros(len(rows), bool)
-        if task.places is not None:
-            places = task.places[rows]
-            returned = places < -stamps
-            stamps = np.maximum(stamps, np.abs(places))
+        stamps, returned = self._since(task, required, rows)
         order = np.argsort(stamps, kind="stable")
+        if task.places is None and not closed:
+            queue.offer(rows[order])
+            return
         if closed:
             closings = np.array([closed.get(name, 0) for name in table.groups[rows].tolist()], np.int64)
             late = closings > stamps
             # What was put back stood before the others of its group when that was closed.
-            event = stamps >> STAMP_BITS << STAMP_BITS
-            in_line = np.where(returned, stamps - 2 * event, stamps)
+            in_line = _in_line(stamps, returned)
             stamps, returned = np.where(late, closings, stamps), returned & ~late
             order = np.lexsort((in_line, stamps))
         rows, returned, stamps = rows[order], returned[order], stamps[order]
@@ -223,12 +281,27 @@ class Cursors:
         for task in self.tasks.values():
             for (required, _), queue in task.queues.items():
                 if all_new and written.issuperset(required):
-                    queue.offer(rows)  # new and whole: there is nothing to look up
+                    self._offer_ready(task, required, queue, rows)  # new and whole: nothing to look up
                 elif changed or not written.isdisjoint(required):
                     self._offer(task, required, queue, rows)
 
     def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
-        queue.offer(rows[~task.claimed[rows] & self._table.have(rows, required)])
+        self._offer_ready(task, required, queue, self._ready(task, required, rows))
+
+    def _offer_ready(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
+        self._fill_unless_whole(task, required, queue, rows)
+        queue.offer(rows)
+
+    def _fill_unless_whole(
+        self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows
+    ) -> bool:
+        """To a queue that is being built rows come by their stamps, which say where they belong. They may
+        have been ready before, and not have come to it yet."""
+        if queue.is_whole:
+            return False
+        assert isinstance(queue, OrderedRowQueue)
+        self._fill_ordered(queue, task, required, rows)
+        return True
 
     # What was claimed
 
@@ -281,7 +354,8 @@ class Cursors:
         if spec.group_size:
             self.count_kept(task, rows)
         for (required, _), queue in task.queues.items():
-            queue.restore(rows[self._table.have(rows, required)])
+            if not self._fill_unless_whole(task, required, queue, rows):
+                queue.restore(rows[self._table.have(rows, required)])
         return len(rows)
 
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
@@ -300,6 +374,13 @@ class Cursors:
             task.kept[name] = kept
         else:
             task.kept.pop(name, None)
+
+
+def _in_line(stamps: Rows, returned: NDArray[np.bool_]) -> Rows:
+    """Numbers in the order of which rows became ready. What came back to the front is before all others, and
+    the last that did is first."""
+    event = stamps >> STAMP_BITS << STAMP_BITS
+    return np.where(returned, stamps - 2 * event, stamps)
 
 
 def _drop_a_queue(task: TaskCursor) -> None:

@@ -26,6 +26,9 @@ _LONGEST_MERGED = 1 << 18
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
 _ABSENT = -1  # the stamp of a row that is not in the queue
+# What comes is numbered from here on, and what comes back downwards from the same below zero. Between them is
+# what was there before the queue was made.
+_FIRST_NUMBER = 1 << 62
 
 
 class _Run(NamedTuple):
@@ -120,7 +123,7 @@ class OrderedRowQueue(ReadyQueue):
         self._stamp = np.full(table.size, _ABSENT, np.int64)
         self._front = _NOTHING
         self._runs: list[_Run] = []  # none of their entries comes before one of the front
-        self._count = 0
+        self._count = _FIRST_NUMBER
         self._stamps = 0
 
     def grow(self, size: int) -> None:
@@ -142,6 +145,14 @@ class OrderedRowQueue(ReadyQueue):
         if len(rows):
             # The first of them comes before everything else that has its key.
             self._add(rows, np.arange(-self._count - len(rows), -self._count))
+
+    def fill(self, rows: Rows, numbers: NDArray[np.int64]) -> None:
+        """Take in rows that were ready before the queue was made, unless they are in already. The numbers say
+        in which order they became ready; those that came back to the front have a negative one."""
+        absent = self._stamp[rows] == _ABSENT
+        if absent.any():
+            rows, numbers = rows[absent], numbers[absent]
+            self._add(rows, numbers if self._known_keys is not None else -np.abs(numbers))
 
     def _add(self, rows: Rows, numbers: NDArray[np.int64]) -> None:
         self._count += len(rows)

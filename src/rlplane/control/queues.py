@@ -44,6 +44,7 @@ class ReadyQueue(ABC):
 
     def __init__(self, table: RowTable) -> None:
         self.ready = 0
+        self.is_whole = True  # whether all that was ready when it was made is in it
         self._table = table
         # For each claim how much it wants, how much of that was found, how much of _added is in that, and
         # its condition.

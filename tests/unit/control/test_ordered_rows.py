@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,18 +20,16 @@ ROWS = 24
 
 
 @pytest.fixture(autouse=True)
-def short_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So short that few rows make several of them."""
-    with monkeypatch.context() as short:
-        for name, length in {
-            "_FRONT": 2,
-            "_PIECE": 2,
-            "_LARGEST_PIECE": 4,
-            "_LONGEST_MERGED": 6,
-            "_LONGEST_SORTED": 4,
-        }.items():
-            short.setattr(ordered_rows, name, length)
-        yield
+    for name, length in {
+        "_FRONT": 2,
+        "_PIECE": 2,
+        "_LARGEST_PIECE": 4,
+        "_LONGEST_MERGED": 6,
+        "_LONGEST_SORTED": 4,
+    }.items():
+        monkeypatch.setattr(ordered_rows, name, length)
 
 
 class SortedList:

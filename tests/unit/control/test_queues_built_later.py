@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlplane.control import conditions, cursors
 from rlplane.control.dump import BlockSize, dump_state, restore_state
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
@@ -59,6 +61,11 @@ class History:
         if self.group_size and name in self.state.partition("p").table.groups.tolist():
             self.state.close_group("p", name, "failed", [])
 
+    def build_in_slices(self, fields: tuple[str, ...], order: str | None) -> Iterator[None]:
+        for look in self.state.look_for_claim(Claim("p", "t", fields, 8, order=order)):
+            while not look(lambda: True):
+                yield
+
     def saved_and_loaded(self, *, release_claims: bool) -> History:
         blocks = self.state.blocks()
         sizes = {block: BlockSize(0, 8) for block in blocks}
@@ -103,6 +110,32 @@ def test_the_order_does_not_depend_on_when_a_queue_is_built(
         before.state.release_owner(OWNER)
         after.state.release_owner(OWNER)
     assert before.claim(*last, 8) == after.claim(*last, 8) == loaded.claim(*last, 8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=steps,
+    begins=st.integers(0, 20),
+    is_finished=st.booleans(),
+    last=st.sampled_from([queue for queue in QUEUES if queue[1] is not None]),
+)
+def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_slices(
+    steps: list[Any], begins: int, is_finished: bool, last: tuple[tuple[str, ...], str | None]
+) -> None:
+    at_once, sliced = History(None), History(None)
+    slices: Iterator[None] = iter(())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conditions, "_ROWS_AT_ONCE", 2)
+        patch.setattr(cursors, "_SORTED_AT_ONCE", 2)
+        for at, (kind, *arguments) in enumerate(steps):
+            assert getattr(at_once, kind)(*arguments) == getattr(sliced, kind)(*arguments)
+            if at == begins:
+                slices = sliced.build_in_slices(*last)
+            next(slices, None)
+        if is_finished:
+            for _ in slices:
+                pass
+        assert at_once.claim(*last, 8) == sliced.claim(*last, 8)
 
 
 def test_a_checkpoint_from_before_places_were_kept_loads() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.service.service_harness import FOREVER, Desk
 
 from rlplane.control.conditions import key_of
+from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.service import protocol as wire
 from rlplane.service import stall
@@ -80,6 +81,15 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     desk = filled_desk()
     monkeypatch.setattr("rlplane.control.state._MANY", SAMPLES // 2)
     body = wire.ClaimRequest("p", "t", [], SAMPLES, False, FOREVER, None, order=order)
+    monkeypatch.setattr("rlplane.control.cursors._SORTED_AT_ONCE", 1024)
+    sorted_at_once: list[int] = []
+    push = OrderedRowQueue._push
+
+    def counted_push(self: OrderedRowQueue, rows: Any, *more: Any) -> None:
+        sorted_at_once.append(len(rows))
+        push(self, rows, *more)
+
+    monkeypatch.setattr(OrderedRowQueue, "_push", counted_push)
     look = desk.service.look_ahead(wire.Envelope(body))
     assert look is not None
     pieces = 1
@@ -88,7 +98,8 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
         if pieces < 9:
             desk.commit(0, [f"among-{pieces}"], None, tags=[{"v": SAMPLES + pieces}])
             desk.commit(0, ["s5"], None, tags=[{"v": -1000 * pieces}])
-    assert pieces > 5
+    assert pieces > SAMPLES // 1024
+    assert 0 < max(sorted_at_once) <= 1024
     partition = desk.service.state.partition("p")
     keys = Order(order).keys(list(partition.rows), [partition.tags[row] for row in partition.rows.values()])
     wanted = [list(partition.rows)[place] for place in np.argsort(keys, kind="stable")]
@@ -104,6 +115,7 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     unclaimed = [i for i in wanted if not partition.task("t").claimed[partition.rows[i]]]
     assert desk.ask(0, body).ids == unclaimed[:SAMPLES]
     assert calls < 20  # what came or changed after it was looked at
+    assert sum(sorted_at_once) < SAMPLES + 20
     again = desk.service.look_ahead(wire.Envelope(body))
     assert again is not None and again()  # the queue is there
 
