@@ -50,6 +50,12 @@ class Claims:
         self._cursors, self._looking, self._flow_control = cursors, looking, flow_control
         self.steps = Steps()
 
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a claim of one task may be what one of another waits for: it admits prompts of a step."""
+        policy = self._table.spec.flow
+        return policy is not None and policy.kind == "in_order"
+
     def claim(self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int) -> Batch:
         """Hand up to ``count`` ready samples to the task."""
         table = self._table
@@ -130,6 +136,18 @@ class Claims:
         of the same fields, or, if it has conditions, those with the same conditions.
         """
         answers: list[tuple[object, Batch | DataPlaneError]] = []
+        while task.waiting:
+            is_shared = any(claim.max_uses > 1 or claim.step is not None for claim in task.waiting)
+            some = self._answer(task)
+            answers += some
+            # What was claimed may be all that stood between an earlier claim and the next step or its tail,
+            # and what has lined up again, or was divided, may be what it waits for.
+            if not some or not (is_shared or self.keeps_steps or self._is_written):
+                break
+        return answers
+
+    def _answer(self, task: TaskCursor) -> list[tuple[object, Batch | DataPlaneError]]:
+        answers: list[tuple[object, Batch | DataPlaneError]] = []
         held: list[tuple[ReadyQueue, Mapping[str, Any] | None]] = []
         left = []
         for claim in task.waiting:
@@ -157,12 +175,10 @@ class Claims:
                 left.append(claim)
                 if not behind:
                     held.append((queue, claim.where))
-        has_more = any(claim.max_uses > 1 for claim in task.waiting) and len(left) < len(task.waiting)
         task.waiting = left
         for queue in task.queues.values():
             queue.keep_counts(left)
-        # What has lined up again may be what an earlier claim waits for.
-        return answers + self.answer(task) if has_more else answers
+        return answers
 
     def _grantable(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
         """How many samples a waiting claim may have now: a full batch, the tail, or 0."""
@@ -188,31 +204,35 @@ class Claims:
             ready, is_full = self._fit(task, queue, claim)
             if is_full:
                 return ready
+        if not ready:
+            return 0
         if step is not None:
-            is_rest = ready and self._flow_control.is_issued(step)
-            return ready if is_rest and ready == self._remaining(task, match, step) else 0
-        if not ready or not (self._table.written == spec.num_samples or self._has_ended(claim)):
+            is_last = self._flow_control.is_issued(step)
+        else:
+            is_last = self._table.written == spec.num_samples or self._has_ended(claim)
+        if not is_last or ready != self._remaining(task, match, step)[0]:
             return 0
-        if ready != self._remaining(task, match):
-            return 0
-        if claim.step is not None:
-            # What cannot be divided is left over.
-            ready -= ready % (claim.dp_world * (spec.group_size or 1))
-        return ready
+        # Less than one for each rank is left over.
+        return ready if claim.step is None or not self._is_over(task, claim) else 0
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether all that was announced has been written."""
+        table = self._table
+        return table.finished or 0 < table.spec.num_samples <= table.written
 
     def _has_ended(self, claim: Claim) -> bool:
         """Whether nothing new is expected. Ranks must agree on the end, so they also stop at a flow that went
         past ``num_samples``."""
-        table = self._table
-        return table.finished or (claim.step is not None and 0 < table.spec.num_samples <= table.written)
+        return self._is_written if claim.step is not None else self._table.finished
 
     def _is_over(self, task: TaskCursor, claim: Claim) -> bool:
         """Whether a claim would wait for ever: nothing is left for it, and nothing is to come."""
         if not self._has_ended(claim):
             return False
         # Whatever step it is of.
-        left = self._remaining(task, self._matches(claim))
-        return left < (claim.dp_world * (self._table.spec.group_size or 1) if claim.step is not None else 1)
+        _, left = self._remaining(task, self._matches(claim))
+        return left < (claim.dp_world if claim.step is not None else 1)
 
     def _ready_in_step(self, queue: ReadyQueue, claim: Claim, step: int) -> Rows:
         """The samples of a step that are ready for a claim, in the order of the queue, without a look at what
@@ -220,23 +240,25 @@ class Claims:
         rows, matches = queue.among(self._flow_control.rows_of_step(step)), self._matches(claim)
         return rows if matches is None else rows[matches(rows)]
 
-    def _remaining(self, task: TaskCursor, match: Match | None, step: int | None = None) -> int:
-        """How many samples (of a step) this claim could still get, ready or not, if nothing new is
-        written."""
+    def _remaining(self, task: TaskCursor, match: Match | None, step: int | None = None) -> tuple[int, int]:
+        """How much (of a step) this claim could still get, ready or not, if nothing new is written: in
+        samples, and in groups if there are any."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
-            return len(table.rows) - task.count
+            return len(table.rows) - task.count, len(table.rows) - task.count
         unclaimed = table.live_rows(None) if step is None else self._flow_control.rows_of_step(step)
         unclaimed = unclaimed[~task.claimed[unclaimed]]
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
-            return len(rows)
-        # A group that lacks members cannot become whole any more.
-        room = 0
+            return len(rows), len(rows)
+        room = groups = 0
         for name, count in Counter(table.groups[rows].tolist()).items():
             needed = self._groups.size_of(name) - task.kept.get(name, 0)
-            room += count // size * size if needed == size else max(needed, size) * (count >= needed)
-        return room
+            # One that lacks members cannot become whole any more, unless it ends by itself.
+            whole = (count // size if needed == size else count >= needed) or name in self._groups.clocks
+            groups += whole
+            room += whole * max(needed, size)
+        return room, groups
 
     # Ranks that share a step
 
@@ -275,8 +297,8 @@ class Claims:
             places = places[: -len(over)]
         if not places:
             return InvalidRequestError(
-                f"step {claim.step!r}: within max_tokens={claim.max_tokens} there is not one for each of "
-                f"{claim.dp_world} ranks"
+                f"step {claim.step!r}: within batch_size={claim.batch_size} and max_tokens="
+                f"{claim.max_tokens} there is not one for each of {claim.dp_world} ranks"
             )
         lengths = [sum(_length(batch.tags[place]) for place in unit) for unit in places]
         parts = [

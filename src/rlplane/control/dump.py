@@ -76,6 +76,7 @@ class _SavedPartition(msgspec.Struct):
     next_serial: int = 0
     stamps: bytes = b""
     closed: dict[str, int] = {}
+    finished_steps: list[tuple[str, str]] = []
 
 
 class _SavedState(msgspec.Struct):
@@ -137,6 +138,7 @@ class _PartitionDump:
             finished=table.finished,
             next_serial=table.next_serial,
             closed=dict(partition.groups.closed),
+            finished_steps=list(partition.claims.steps.finished),
         )
 
     def pieces(self) -> Iterator[bytes]:
@@ -364,6 +366,7 @@ def _restore_partition(
     partition.groups.closed.update(saved.closed)
     for step in saved.steps:
         partition.claims.steps.add(StepKey(step.task, step.step), step.parts)
+    partition.claims.steps.finished.update((StepKey(*key), None) for key in saved.finished_steps)
     partition.flow.load(saved.flow, rows)
     for item in saved.columns:
         column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from rlplane.control.clearing import Clearing
 from rlplane.control.conditions import Look
+from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import TIMEOUT, Partition
@@ -138,13 +139,13 @@ class ControlState:
             task.waiting.append(claim)
             task.last = claim
             if not behind:
-                effects.answers.extend(partition.claims.answer(task))
+                self._answer_claims_of(partition, task, effects)
         else:
             if claim.step is not None:
                 # Like one that waits, and is answered with nothing instead.
                 task.waiting.append(claim)
                 task.last = claim
-                effects.answers.extend(partition.claims.answer(task))
+                self._answer_claims_of(partition, task, effects)
                 if claim in task.waiting:
                     task.waiting.remove(claim)
                     effects.answers.append((claim.token, Batch([], [])))
@@ -152,8 +153,7 @@ class ControlState:
             count = partition.claims.available(task, queue, claim)
             task.last = claim
             effects.answers.append((claim.token, partition.claims.claim(task, queue, claim, count)))
-            if claim.max_uses > 1:
-                effects.answers.extend(partition.claims.answer(task))
+            self._answer_claims_of(partition, task, effects)
         return effects
 
     def look_for_claim(self, claim: Claim) -> Iterator[Look]:
@@ -408,7 +408,9 @@ class ControlState:
             cursor.take(rows, NOBODY)
         else:
             partition.cursors.put_back(cursor, rows)
+            self._evict(partition, partition.flow_control.stale(), STALE, effects)
         self._answer_claims(partition, effects)
+        self._retry_puts(effects)
         return True, effects
 
     def abort(self, error: DataPlaneError, owner: int | None = None) -> Effects:
@@ -548,9 +550,21 @@ class ControlState:
 
     @staticmethod
     def _answer_claims(partition: Partition, effects: Effects) -> None:
-        for task in partition.tasks.values():
-            if task.waiting:
-                effects.answers.extend(partition.claims.answer(task))
+        before = -1
+        while len(effects.answers) > before:
+            before = len(effects.answers)
+            for task in partition.tasks.values():
+                if task.waiting:
+                    effects.answers.extend(partition.claims.answer(task))
+            if not partition.claims.keeps_steps:
+                break
+
+    def _answer_claims_of(self, partition: Partition, task: TaskCursor, effects: Effects) -> None:
+        """Answer those that a claim of this task has made possible."""
+        if partition.claims.keeps_steps:
+            self._answer_claims(partition, effects)
+        elif task.waiting:
+            effects.answers.extend(partition.claims.answer(task))
 
     def _retry_puts(self, effects: Effects) -> None:
         if self._waiting_puts:

@@ -39,14 +39,14 @@ class Steps:
     def __init__(self) -> None:
         self._steps: dict[StepKey, Step] = {}
         self._step_of: dict[str, list[StepKey]] = {}
-        self._finished: dict[StepKey, None] = {}
+        self.finished: dict[StepKey, None] = {}  # the last of those that are
 
     def get(self, key: StepKey) -> Step | None:
         return self._steps.get(key)
 
     def is_finished(self, key: StepKey) -> bool:
         """Whether all samples of the step have been cleared."""
-        return key in self._finished
+        return key in self.finished
 
     def add(self, key: StepKey, parts: list[list[str]]) -> Step:
         step = self._steps[key] = Step(parts)
@@ -63,9 +63,9 @@ class Steps:
                 step.left -= 1
                 if not step.left:
                     del self._steps[key]
-                    self._finished[key] = None
-                    if len(self._finished) > _FINISHED_REMEMBERED:
-                        del self._finished[next(iter(self._finished))]
+                    self.finished[key] = None
+                    if len(self.finished) > _FINISHED_REMEMBERED:
+                        del self.finished[next(iter(self.finished))]
 
     def saved(self) -> list[SavedStep]:
         return [SavedStep(*key, step.parts) for key, step in self._steps.items()]

@@ -208,32 +208,24 @@ class ModelPartition:
         if is_full:
             return taken
         step, has_ended = self.flow.step(claim.task), self._has_ended(claim)
+        # Of less than one for each rank none gets any.
+        if has_ended and len(self.remaining(claim, any_step=True)) < max(claim.ranks, 1):
+            return []
         if step is not None:
-            if taken and self._is_rest_of_step(claim, step, taken):
-                return taken
-        elif taken and (has_ended or self.written == self.num_samples):
-            room = self.room(taken)
-            if room == self.remaining(claim):
-                share = max(claim.ranks, 1) * (self.group_size or 1)
-                divisible = room - room % share if claim.ranks else room
-                while self.room(taken) > divisible:
-                    taken.pop()
-                if taken:
-                    return taken
-        is_over = has_ended and self.remaining(claim, any_step=True) < max(claim.ranks, 1) * (
-            self.group_size or 1 if claim.ranks else 1
-        )
-        return [] if is_over else None
+            is_last = self._is_rest_of_step(step)
+        else:
+            is_last = has_ended or self.written == self.num_samples
+        return taken if taken and is_last and self.room(taken) == sum(self.remaining(claim)) else None
 
-    def remaining(self, claim: ModelClaim, any_step: bool = False) -> int:
-        """How much the claim could still get, ready or not, if nothing new were written."""
+    def remaining(self, claim: ModelClaim, any_step: bool = False) -> list[int]:
+        """What the claim could still get, ready or not, if nothing new were written: the room of each."""
         left = self._unclaimed(claim, None if any_step else self.flow.step(claim.task))
         if self.group_size is None:
-            return len(left)
+            return [1] * len(left)
         members = Counter(self.samples[i].group for i in left)
         firsts = {self.samples[i].group: i for i in left}
         needed = {group: self._needed(claim.task, i) for group, i in firsts.items()}
-        return sum(max(needed[g], self.group_size) for g, n in members.items() if n >= needed[g])
+        return [max(needed[g], self.group_size) for g, n in members.items() if n >= needed[g]]
 
     def claim(self, claim: ModelClaim, units: Sequence[Unit]) -> None:
         """Move the cursor of the task over what it was given."""
@@ -386,13 +378,13 @@ class ModelPartition:
         """Nothing new is expected; ranks also stop at a flow that went past ``num_samples``."""
         return self.is_finished or (claim.ranks > 0 and 0 < self.num_samples <= self.written)
 
-    def _is_rest_of_step(self, claim: ModelClaim, step: int, ready: Sequence[Unit]) -> bool:
-        if not self.flow.is_issued(step):
-            # Its missing prompts may still come, unless all that there are have been admitted.
-            may_come = not self.is_finished and self.written != self.num_samples
-            if may_come or not all(s.cursor("rollout").is_claimed for s in self.samples.values()):
-                return False
-        return self.room(ready) == self.remaining(claim)
+    def _is_rest_of_step(self, step: int) -> bool:
+        """Whether a step has all the prompts that it will ever have."""
+        if self.flow.is_issued(step):
+            return True
+        # Its missing prompts may still come, unless all that there are have been admitted.
+        may_come = not self.is_finished and self.written != self.num_samples
+        return not may_come and all(s.cursor("rollout").is_claimed for s in self.samples.values())
 
 
 def _matches(tags: Mapping[str, Any], where: Mapping[str, Any]) -> bool:

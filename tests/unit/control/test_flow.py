@@ -381,12 +381,30 @@ def test_a_dead_rank_gives_nothing_back_and_a_load_keeps_the_parts() -> None:
         assert ids_of(part(which, 0, "3")) == ids_of(part(which, 1, "3")) == []
 
 
+def test_a_step_that_is_over_stays_over_after_a_load() -> None:
+    state = plane()
+    write(state, "abcd", "x")
+    state.clear("p", [*ids_of(part(state, 0, "1", size=2)), *ids_of(part(state, 1, "1", size=2))])
+    for which in (state, saved_and_loaded(state)):
+        ((_, error),) = part(which, 0, "1", size=2)
+        assert isinstance(error, InvalidRequestError) and claim(which, 9) == ["c", "d"]
+
+
 def test_a_rank_does_not_wait_for_its_part_behind_a_claim_that_wants_more() -> None:
     state = plane()
     write(state, "abcd", "x")
     first = ids_of(part(state, 0, "1"))
     assert not state.claim(Claim("p", "t", ["x"], 4), blocking=True).answers
     assert sorted(first + ids_of(part(state, 1, "1"))) == list("abcd")
+
+
+def test_a_rank_that_asked_for_something_else_gets_its_part_of_what_another_has_divided() -> None:
+    state = plane()
+    write(state, "ab", "x")
+    other = Claim("p", "t", ["x"], 2, {"v": 1}, step="1", dp_world=2)
+    assert not state.claim(other, blocking=True).answers
+    answers: Any = part(state, 1, "1", size=2)
+    assert sorted(batch.ids for _, batch in answers) == [["a"], ["b"]]
 
 
 def test_a_claim_in_another_order_does_not_wait_behind_one_that_wants_more() -> None:
@@ -436,3 +454,112 @@ def test_a_prompt_that_failed_does_not_hold_up_the_next_step_when_no_other_can_t
     write(state, "bcd", "y")
     assert claim(state, 9, "y", task="train") == ["b"]
     assert claim(state, 9, "y", task="train") == ["c", "d"]
+
+
+def test_ranks_in_order_come_to_an_end_when_the_last_step_cannot_be_divided() -> None:
+    state = flow("in_order", max_staleness=1, batch=2)
+    write(state, "abc", "x")
+    assert claim(state, 9, task="rollout") == ["a", "b", "c"]
+    write(state, "abc", "y")
+    state.finish("p")
+    parts = [
+        [
+            ids_of(
+                state.claim(
+                    Claim("p", "train", ["y"], 2, step=str(step), dp_rank=rank, dp_world=2), blocking=True
+                ).answers
+            )
+            for rank in range(2)
+        ]
+        for step in range(2)
+    ]
+    assert parts == [[["a"], ["b"]], [[], []]]
+
+
+@pytest.mark.parametrize("others", ["", "b", "bc"])
+def test_at_the_end_ranks_share_groups_of_any_size_or_get_none(others: str) -> None:
+    state = plane(group_size=2)
+    write(state, [f"a_g{n}" for n in range(4)], "x", tags=[{"group_size": 4}] * 4)
+    write(state, [f"{name}_g{n}" for name in others for n in range(2)], "x")
+    state.finish("p")
+    parts = [ids_of(part(state, rank, "1", size=8)) for rank in range(2)]
+    groups = [sorted({sample_id[0] for sample_id in ids}) for ids in parts]
+    assert groups == ([["a"], ["b"]] if others else [[], []])
+
+
+def test_the_end_waits_for_a_group_whose_time_is_not_over() -> None:
+    policy = FlowPolicy(finished_fields=["x"], min_group_size=1, group_timeout_s=5.0)
+    state = plane(ROLES, 2, flow=policy)
+    write(state, ["a_g0"], "x")
+    state.finish("p")
+    waits(state, "train", 2, "x")
+    assert got(state.expire(5.0).answers) == [["a_g0"]]
+    write(state, ["b_g0"], "x", clock=6.0)
+    state.clear("p", ["b_g0"])
+    assert ids_of(state.claim(Claim("p", "train", ["x"], 2), blocking=True).answers) == []
+
+
+def test_what_is_given_back_by_hand_and_has_become_too_old_is_not_handed_out() -> None:
+    state = flow("windowed", max_staleness=0)
+    write(state, "ab", "x", tags=[{"weight_version": 0}] * 2)
+    assert claim(state, 2, task="train") == ["a", "b"]
+    state.advance("p", 1)
+    waits(state, "train", 1, "x")
+    assert not state.mark_claimed("p", "train", ["a"], is_claimed=False)[1].answers
+    assert state.evicted("p").ids == ["a"]
+
+
+# Claims that others make possible
+
+
+def waits(state: ControlState, task: str, size: int, *fields: str, token: object = "w", **how: Any) -> None:
+    assert not state.claim(Claim("p", task, fields, size, token=token, **how), blocking=True).answers
+
+
+def got(answers: Any, token: object = "w") -> list[list[str]]:
+    return [batch.ids for who, batch in answers if who == token]
+
+
+def test_the_claim_that_ends_a_step_wakes_one_that_waits_for_the_next() -> None:
+    state = flow("in_order", max_staleness=1, batch=1)
+    write(state, "abcd", "x")
+    assert claim(state, 9, task="rollout") == ["a", "b"]
+    write(state, "ab", "y", tags=[{"v": 0}, {"v": 1}])
+    waits(state, "train", 1, "y", where={"v": 1})
+    ends = Claim("p", "train", ["y"], 1, token="now")
+    assert got(state.claim(ends, blocking=False).answers) == [["b"]]
+
+
+def test_a_claim_of_the_next_step_is_woken_whoever_waits_before_it() -> None:
+    state = flow("in_order", max_staleness=1, batch=1)
+    write(state, "ab", "x")
+    assert claim(state, 9, task="rollout") == ["a", "b"]
+    write(state, "b", "y", tags=[{"v": 1}])
+    waits(state, "train", 1, "y", token="second", where={"v": 1})
+    waits(state, "train", 1, "y", token="first")
+    answers = write(state, "a", "y", tags=[{"v": 0}])
+    assert (got(answers, "first"), got(answers, "second")) == ([["a"]], [["b"]])
+
+
+@pytest.mark.parametrize("tasks", [["train", "rollout"], ["rollout", "train"]])
+@pytest.mark.parametrize("by", ["claim", "advance"])
+def test_what_is_ready_when_it_is_admitted_wakes_the_trainer(tasks: list[str], by: str) -> None:
+    state = plane(tasks, flow=FlowPolicy.in_order(0, 1, first_version=1))
+    write(state, "a", "x", "y")
+    waits(state, "train", 1, "y")
+    if by == "claim":
+        state.advance("p", 1)
+        answers = state.claim(Claim("p", "rollout", ["x"], 1), blocking=False).answers
+    else:
+        waits(state, "rollout", 1, "x", token="rollout")
+        answers = state.advance("p", 1).answers
+    assert got(answers) == [["a"]]
+
+
+def test_a_claim_of_what_another_waits_for_lets_that_one_have_its_tail() -> None:
+    state = plane(num_samples=2)
+    write(state, "a", "x", "y")
+    write(state, "b", "x")
+    waits(state, "t", 2, "y")
+    taken = Claim("p", "t", ["x"], 1, order="lifo", token="now")
+    assert got(state.claim(taken, blocking=False).answers) == [["a"]]
