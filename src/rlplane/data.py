@@ -13,13 +13,20 @@ from typing import Any, Literal, TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rlplane.columns.codec import PadValue, materialize
-from rlplane.errors import InvalidRequestError, PlaneConnectionError, UnsupportedOperationError
+from rlplane.errors import (
+    InvalidRequestError,
+    PlaneConnectionError,
+    StepOverError,
+    UnsupportedOperationError,
+)
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 
 __all__ = ["StreamingDataset"]
 
 T = TypeVar("T")
+# What was read: the number of the step that comes next, and the batch; None at the end of all ranks.
+_Read = tuple[int, KVBatchMeta | None, Any]
 
 _CHECK_S = 0.25  # how soon a reader that waits notices that the partition is drained, or that it should end
 
@@ -31,7 +38,10 @@ class StreamingDataset(IterableDataset[Any]):
     processes on other machines. Each sample goes to exactly one of them, to whoever asks first, so a slow one
     gets fewer. Data-parallel ranks, which must all get the same number, say ``dp_rank`` and ``dp_world``:
     then every rank gets equally many batches, each of ``batch_size`` samples of about equal length; the last
-    one is shorter for all of them, and fewer than ``dp_world`` samples may be left over.
+    one is shorter for all of them, and fewer than ``dp_world`` samples may be left over. What a rank has read
+    ahead and not used when the iteration is left comes with its next one. ``step`` counts what it has used;
+    a rank that is started again begins with the first step whose samples have not been cleared, or where you
+    set ``step`` to.
 
     The iteration ends when the partition is drained: ``num_samples`` of its registration have been written,
     or it was ended with ``finish_partition``, and this task has claimed every sample that is there (or, given
@@ -58,8 +68,7 @@ class StreamingDataset(IterableDataset[Any]):
         dp_world: How many ranks there are. They all iterate over the same dataset equally often.
         where: Conditions on tags; see :meth:`DataPlaneClient.claim_meta`.
         prefetch: Batches that are claimed and read ahead, by a thread. If the iteration is left early, those
-            that were not used are handed out again, except a rank's, which belong to its step. 0 reads when
-            asked.
+            that were not used are handed out again, to the same rank if there are ranks. 0 reads when asked.
         clear: Clear the samples of a batch when it is handed over.
         with_meta: Yield ``(meta, batch)``, for a reader that writes to its samples or clears them itself.
         layout: How ragged columns come; see :func:`rlplane.materialize`.
@@ -97,7 +106,7 @@ class StreamingDataset(IterableDataset[Any]):
             raise InvalidRequestError(f"dp_rank is {dp_rank}; it must be one of dp_world={dp_world}")
         self.partition_id, self.task_name = partition_id, task_name
         self.dp_world = dp_world
-        self._rounds = 0
+        self.step = 0
         self.fields, self.batch_size = list(fields), batch_size
         self.dp_rank, self.where, self.prefetch = dp_rank, where, prefetch
         self.clear, self.with_meta = clear, with_meta
@@ -113,7 +122,9 @@ class StreamingDataset(IterableDataset[Any]):
             read if self.prefetch == 0 else _prefetched(read, self.prefetch, stop, self._give_back(client))
         )
         try:
-            for meta, batch in batches:
+            for self.step, meta, batch in batches:
+                if meta is None:
+                    return  # the end of all ranks, which is a step too
                 if self.clear:
                     client.clear_samples(meta.sample_ids, self.partition_id)
                 yield (meta, batch) if self.with_meta else batch
@@ -129,10 +140,12 @@ class StreamingDataset(IterableDataset[Any]):
                 client.close()
 
     @staticmethod
-    def _give_back(client: DataPlaneClient) -> Callable[[tuple[KVBatchMeta, Any]], None]:
-        def give_back(read: tuple[KVBatchMeta, Any]) -> None:
+    def _give_back(client: DataPlaneClient) -> Callable[[_Read], None]:
+        def give_back(read: _Read) -> None:
+            _, meta, _ = read
             with contextlib.suppress(UnsupportedOperationError, PlaneConnectionError):
-                client.unclaim(read[0])
+                if meta is not None:
+                    client.unclaim(meta)
 
         return give_back
 
@@ -152,15 +165,19 @@ class StreamingDataset(IterableDataset[Any]):
                 " use num_workers=0, or backend: shm"
             ) from error
 
-    def _read(
-        self, client: DataPlaneClient, stop: threading.Event
-    ) -> Generator[tuple[KVBatchMeta, Any], None, None]:
+    def _read(self, client: DataPlaneClient, stop: threading.Event) -> Generator[_Read, None, None]:
         metas = self._claimed(client, stop) if self.dp_world is None else self._parts(client, stop)
-        for meta in metas:
+        for step, meta in metas:
+            if meta is None:
+                yield step, None, None
+                return
             # A dict of tensors: what a DataLoader hands on from its workers as it is.
-            yield meta, materialize(client.get_data(meta, self.fields), self.layout, self.pad_value_dict)
+            data = client.get_data(meta, self.fields)
+            yield step, meta, materialize(data, self.layout, self.pad_value_dict)
 
-    def _claimed(self, client: DataPlaneClient, stop: threading.Event) -> Iterator[KVBatchMeta]:
+    def _claimed(
+        self, client: DataPlaneClient, stop: threading.Event
+    ) -> Iterator[tuple[int, KVBatchMeta | None]]:
         """Batches for whoever asks first."""
         while not stop.is_set():
             meta = self._claim(client)
@@ -169,16 +186,20 @@ class StreamingDataset(IterableDataset[Any]):
                 if is_drained:
                     return
             if meta is not None:
-                yield meta
+                if not meta.size:
+                    return  # the plane says that nothing is to come
+                yield self.step, meta
 
-    def _parts(self, client: DataPlaneClient, stop: threading.Event) -> Iterator[KVBatchMeta]:
-        """This rank's part of each step; all ranks come to the end at the same one."""
+    def _parts(
+        self, client: DataPlaneClient, stop: threading.Event
+    ) -> Iterator[tuple[int, KVBatchMeta | None]]:
+        """This rank's part of each step, with the number of the next; all ranks come to the end, where there
+        is none, at the same one."""
         if get_worker_info() is not None:
             raise InvalidRequestError(
                 "with dp_world the dataset is read by its rank itself: use num_workers=0"
             )
-        self._rounds += 1
-        step = 0
+        step = self.step
         while not stop.is_set():
             try:
                 meta = client.claim_meta(
@@ -190,14 +211,17 @@ class StreamingDataset(IterableDataset[Any]):
                     timeout_s=_CHECK_S,
                     where=self.where,
                     dp_world=self.dp_world,
-                    step=f"{self._rounds}/{step}",
+                    step=f"stream/{step}",
                 )
             except TimeoutError:
                 continue
+            except StepOverError:
+                step += 1  # used before this rank was started again
+                continue
+            step += 1
+            yield step, meta if meta.size else None
             if not meta.size:
                 return
-            step += 1
-            yield meta
 
     def _claim(self, client: DataPlaneClient, blocking: bool = True) -> KVBatchMeta | None:
         try:
@@ -213,19 +237,21 @@ class StreamingDataset(IterableDataset[Any]):
             )
         except TimeoutError:
             return None
-        return meta if meta.size else None
+        return meta if meta.size or blocking else None
 
     def _claim_rest(self, client: DataPlaneClient) -> tuple[KVBatchMeta | None, bool]:
         """What is ready now that no more samples are to be written, and whether all have been claimed."""
         status = client.partition_status(self.partition_id)
-        if not status.get("finished") and not 0 < status["num_samples"] <= status["written"]:
+        is_finished = status.get("finished", False)
+        if not is_finished and not 0 < status["num_samples"] <= status["written"]:
             return None, False
         # After the status: what became ready in between is found here.
         meta = self._claim(client, blocking=False)
         complete = all(status["fields"][name]["produced"] >= status["samples"] for name in self.fields)
         # A complete sample that cannot be claimed fails the condition, or its group lacks a member.
         nothing_to_come = complete or status["tasks"][self.task_name]["unclaimed"] == 0
-        return meta, meta is None and nothing_to_come
+        # Of a flow that is finished the plane says itself when nothing is left.
+        return meta, meta is None and nothing_to_come and not is_finished
 
 
 def _prefetched(

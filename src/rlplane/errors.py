@@ -7,6 +7,7 @@ for either catches it::
     ├── ConfigError            (ValueError)       a config key is missing, unknown or wrong
     ├── MissingExtraError      (ImportError)      an optional dependency is not installed
     ├── InvalidRequestError    (ValueError)       arguments that can never be right
+    │   └── StepOverError                         a rank's part of a step has been cleared
     ├── UnsupportedValueError  (TypeError)        an object that may not travel
     ├── NotFoundError          (KeyError)
     │   ├── UnknownPartitionError                 the partition was never registered
@@ -39,6 +40,7 @@ __all__ = [
     "NotFoundError",
     "PlaneConnectionError",
     "SamplesLostError",
+    "StepOverError",
     "UnknownFieldError",
     "UnknownPartitionError",
     "UnknownTaskError",
@@ -69,6 +71,10 @@ class MissingExtraError(DataPlaneError, ImportError):
 
 class InvalidRequestError(DataPlaneError, ValueError):
     """The arguments of a call contradict each other or the partition; nothing was changed."""
+
+
+class StepOverError(InvalidRequestError):
+    """A rank asks for its part of a step, and the samples of that have been cleared."""
 
 
 class UnsupportedValueError(DataPlaneError, TypeError):

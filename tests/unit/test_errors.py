@@ -25,6 +25,7 @@ BUILTINS = {
     "PlaneConnectionError": ConnectionError,
     "ClientClosedError": ConnectionError,
     "SamplesLostError": ConnectionError,
+    "StepOverError": ValueError,
     "CheckpointError": ValueError,
     "UnsupportedOperationError": NotImplementedError,
     "DataPlaneError": Exception,

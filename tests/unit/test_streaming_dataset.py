@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -195,3 +197,64 @@ def test_it_builds_a_client_of_its_own_from_a_config(shared: DataPlaneClient) ->
     register(shared, 2)
     write(shared, range(2))
     assert read(StreamingDataset(load_config("shm"), "p", "train", ["x"], 2)) == [[0, 1]]
+
+
+# Ranks
+
+
+def ranks(client: DataPlaneClient, world: int, **how: Any) -> list[StreamingDataset]:
+    return [
+        StreamingDataset(client, "p", "train", ["x"], 2, dp_rank=rank, dp_world=world, **how)
+        for rank in range(world)
+    ]
+
+
+def take(dataset: StreamingDataset, count: int | None = None) -> list[int]:
+    """The samples of some batches, after which the iteration is left, or of all."""
+    with contextlib.closing(iter(dataset)) as batches:  # type: ignore[type-var]
+        return [number for batch in itertools.islice(batches, count) for number in batch["x"].tolist()]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("clear", [False, True])
+def test_what_ranks_read_ahead_and_did_not_use_comes_with_the_next_iteration(
+    client: DataPlaneClient, prefetch: int, clear: bool
+) -> None:
+    register(client, 12)
+    write(client, range(12))
+    both = ranks(client, 2, prefetch=prefetch, clear=clear)
+    first = [take(dataset, 1) for dataset in both]
+    rest = [take(dataset) for dataset in both]
+    assert sorted(itertools.chain(*first, *rest)) == list(range(12))
+    assert [len(numbers) for numbers in rest] == [4, 4]
+    assert [read(dataset) for dataset in both] == [[], []]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rank_that_is_started_again_goes_on_where_it_was(client: DataPlaneClient, prefetch: int) -> None:
+    register(client, 12)
+    write(client, range(12))
+    both = ranks(client, 2, prefetch=prefetch, clear=True)
+    used = take(both[0], 2) + take(both[1], 1)
+    both = ranks(client, 2, prefetch=prefetch, clear=True)  # in another process
+    used += take(both[1]) + take(both[0])
+    assert sorted(used) == list(range(12))
+
+
+def test_after_the_end_ranks_read_what_a_new_registration_brings(client: DataPlaneClient) -> None:
+    both = ranks(client, 2, clear=True)
+    for first in (0, 4):
+        register(client, 4)
+        write(client, range(first, first + 4))
+        assert sorted(take(both[0]) + take(both[1])) == list(range(first, first + 4))
+
+
+def test_the_last_group_is_read_although_it_ends_by_its_clock_only_after_the_flow(
+    client: DataPlaneClient,
+) -> None:
+    policy = {"finished_fields": ["x"], "min_group_size": 1, "group_timeout_s": 0.5}
+    client.register_partition("p", ["x"], 0, ["train"], 2, flow=policy)
+    values = TensorDict({"x": torch.arange(3)}, batch_size=[3])
+    client.put_samples(["a_g0", "a_g1", "b_g0"], "p", values)
+    client.finish_partition("p")
+    assert read(StreamingDataset(client, "p", "train", ["x"], 2)) == [[0, 1], [2]]

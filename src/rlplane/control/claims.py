@@ -26,7 +26,7 @@ from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import why_nothing_matches
 from rlplane.control.samples import SampleTable
 from rlplane.control.steps import StepKey, Steps, divided
-from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError
+from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, StepOverError
 
 __all__ = ["Claims"]
 
@@ -269,12 +269,16 @@ class Claims:
         step = self.steps.get(key)
         if step is None:
             if self.steps.is_finished(key):
-                return InvalidRequestError(f"step {claim.step!r} is over: its samples have been cleared")
+                return StepOverError(f"step {claim.step!r} is over: its samples have been cleared")
             return None
         if len(step.parts) != claim.dp_world:
             text = f"step {claim.step!r} was divided over {len(step.parts)} ranks, not {claim.dp_world}"
             return InvalidRequestError(text)
         ids = step.parts[claim.dp_rank]
+        if ids and not step.left[claim.dp_rank]:
+            return StepOverError(
+                f"step {claim.step!r} is over for rank {claim.dp_rank}: its samples have been cleared"
+            )
         rows = [self._table.rows.get(sample_id) for sample_id in ids]
         return Batch(list(ids), [{} if row is None else self._table.tags[row] for row in rows])
 

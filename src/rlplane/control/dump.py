@@ -364,9 +364,11 @@ def _restore_partition(
     table.finished = saved.finished
     partition.groups.sizes.update(saved.group_sizes)
     partition.groups.closed.update(saved.closed)
+    steps = partition.claims.steps
     for step in saved.steps:
-        partition.claims.steps.add(StepKey(step.task, step.step), step.parts)
-    partition.claims.steps.finished.update((StepKey(*key), None) for key in saved.finished_steps)
+        steps.add(StepKey(step.task, step.step), step.parts)
+        steps.remove([i for part in step.parts for i in part if i not in table.rows])
+    steps.finished.update((StepKey(*key), None) for key in saved.finished_steps)
     partition.flow.load(saved.flow, rows)
     for item in saved.columns:
         column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))

@@ -26,11 +26,11 @@ class SavedStep(msgspec.Struct):
 
 
 class Step:
-    """A batch that was divided: the ids of each rank, and how many of them are still there."""
+    """A batch that was divided: the ids of each rank, and how many of each are still there."""
 
     def __init__(self, parts: list[list[str]]) -> None:
         self.parts = parts
-        self.left = sum(map(len, parts))
+        self.left = list(map(len, parts))
 
 
 class Steps:
@@ -38,7 +38,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._steps: dict[StepKey, Step] = {}
-        self._step_of: dict[str, list[StepKey]] = {}
+        self._parts_of: dict[str, list[tuple[StepKey, int]]] = {}
         self.finished: dict[StepKey, None] = {}  # the last of those that are
 
     def get(self, key: StepKey) -> Step | None:
@@ -50,18 +50,18 @@ class Steps:
 
     def add(self, key: StepKey, parts: list[list[str]]) -> Step:
         step = self._steps[key] = Step(parts)
-        for part in parts:
+        for rank, part in enumerate(parts):
             for sample_id in part:
-                self._step_of.setdefault(sample_id, []).append(key)
+                self._parts_of.setdefault(sample_id, []).append((key, rank))
         return step
 
     def remove(self, ids: Sequence[str]) -> None:
         """Samples are gone."""
         for sample_id in ids:
-            for key in self._step_of.pop(sample_id, ()):
+            for key, rank in self._parts_of.pop(sample_id, ()):
                 step = self._steps[key]
-                step.left -= 1
-                if not step.left:
+                step.left[rank] -= 1
+                if not any(step.left):
                     del self._steps[key]
                     self.finished[key] = None
                     if len(self.finished) > _FINISHED_REMEMBERED:
@@ -71,7 +71,7 @@ class Steps:
         return [SavedStep(*key, step.parts) for key, step in self._steps.items()]
 
     def __bool__(self) -> bool:
-        return bool(self._step_of)
+        return bool(self._parts_of)
 
 
 _FINISHED_REMEMBERED = 4096

@@ -275,9 +275,10 @@ class ModelPartition:
         self.steps[claim.task, step] = parts
         self.steps_left[claim.task, step] = {i for part in parts for i in part}
 
-    def is_step_over(self, task: str, step: int) -> bool:
-        """Whether all samples of a step that had some have been cleared."""
-        return any(self.steps[task, step]) and not self.steps_left[task, step]
+    def is_part_over(self, task: str, step: int, rank: int) -> bool:
+        """Whether all samples of a rank's part, if it had some, have been cleared."""
+        part = self.steps[task, step][rank]
+        return bool(part) and self.steps_left[task, step].isdisjoint(part)
 
     # Groups that end short
 

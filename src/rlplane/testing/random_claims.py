@@ -105,7 +105,7 @@ class DataPlaneMachine(RandomOperations):
     @precondition(lambda self: any(model.steps for model in self.models.values()))
     @rule(rank=st.integers(0, RANKS - 1), data=st.data())
     def ask_for_an_earlier_step(self, rank: int, data: st.DataObject) -> None:
-        """A rank gets the same part again, until all samples of the step are cleared."""
+        """A rank gets the same part again, until all samples of it are cleared."""
         known = [
             (flow, *key)
             for flow, model in self.models.items()
@@ -118,7 +118,7 @@ class DataPlaneMachine(RandomOperations):
         model = self.models[flow]
         size = RANKS * (model.group_size or 1)
         how = {"task": task, "required": []}
-        if model.is_step_over(task, step):
+        if model.is_part_over(task, step, rank):
             refuses(ValueError, "a step that is over", self._ask_as_rank, flow, size, rank, step, how)
         else:
             part = self._ask_as_rank(flow, size, rank, step, how)

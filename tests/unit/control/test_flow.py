@@ -13,7 +13,7 @@ from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
 from rlplane.control.steps import divided
-from rlplane.errors import InvalidRequestError, MissingDataError
+from rlplane.errors import InvalidRequestError, MissingDataError, StepOverError
 
 
 def plane(tasks: list[str] | None = None, group_size: int | None = None, **spec: Any) -> ControlState:
@@ -387,7 +387,21 @@ def test_a_step_that_is_over_stays_over_after_a_load() -> None:
     state.clear("p", [*ids_of(part(state, 0, "1", size=2)), *ids_of(part(state, 1, "1", size=2))])
     for which in (state, saved_and_loaded(state)):
         ((_, error),) = part(which, 0, "1", size=2)
-        assert isinstance(error, InvalidRequestError) and claim(which, 9) == ["c", "d"]
+        assert isinstance(error, StepOverError) and claim(which, 9) == ["c", "d"]
+
+
+def test_a_part_is_over_when_its_samples_are_cleared_also_after_a_load() -> None:
+    state = plane()
+    write(state, "abcdef", "x")
+    mine, other = ids_of(part(state, 0, "1")), ids_of(part(state, 1, "1"))
+    state.clear("p", [*mine, other[0]])
+    for which in (state, saved_and_loaded(state)):
+        ((_, error),) = part(which, 0, "1")
+        assert isinstance(error, StepOverError)
+        assert ids_of(part(which, 1, "1")) == other  # until the last of it is gone
+        which.clear("p", other)
+        ((_, error),) = part(which, 1, "1")
+        assert isinstance(error, StepOverError) and not which.partition("p").claims.steps
 
 
 def test_a_rank_does_not_wait_for_its_part_behind_a_claim_that_wants_more() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlplane.errors import StepOverError
 from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.expectations import equal, has_samples, refuses, times_out
 from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
@@ -20,7 +21,7 @@ STEP = (
 )
 AGAIN = (
     "Asking again for the same step and rank returns the same part, whoever asks, until all samples of "
-    "the step have been cleared; after that it is a `ValueError`."
+    "that part have been cleared; after that it is a `ValueError` (`StepOverError`)."
 )
 END = "At the end the ranks share what is left as far as it can be divided, and then all get an empty meta."
 BAD = "A `batch_size` that the ranks cannot share, or a step that was divided otherwise: `ValueError`."
@@ -82,9 +83,10 @@ def a_step_is_over_when_its_samples_are_cleared(plane: PlaneUnderTest) -> None:
     first = _ask(part, 0, "s", 2)
     other = _ask(part, 1, "s", 2)
     part.clear(first.sample_ids)
+    refuses(StepOverError, "asking for a part that is over", _ask, part, 0, "s", 2, mentions=["over"])
     has_samples("the part of a rank that is not done", _ask(part, 1, "s", 2), other.sample_ids)
     part.clear(other.sample_ids)
-    refuses(ValueError, "asking for a step that is over", _ask, part, 1, "s", 2, mentions=["over"])
+    refuses(StepOverError, "asking for a step that is over", _ask, part, 1, "s", 2, mentions=["over"])
     has_samples("the next step", _ask(part, 0, "t", 2), "c")
 
 
