@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import secrets
 import shutil
 import threading
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlplane.adapters.link import Link
+from rlplane.control.loading import pieces_of
 from rlplane.errors import DataPlaneError, MissingDataError, PlaneConnectionError
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, CheckpointConfig
 from rlplane.service import protocol as wire
@@ -24,6 +27,7 @@ __all__ = ["PeriodicCheckpoints", "latest_checkpoint", "load_plane", "save_plane
 logger = logging.getLogger(__name__)
 
 _NAME = "checkpoint-{:08d}"
+_BLOCKS_AT_ONCE = 4096
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
@@ -121,6 +125,7 @@ def load_plane(
 ) -> dict[str, Any]:
     """Replace the content of the plane by that of a checkpoint, whatever engine it was saved on."""
     checkpoint = read_checkpoint(checkpoint_dir)
+    load = secrets.randbits(62)
     reserved: list[int] = []
     blocks: dict[int, tuple[int, int, Layout]] = {}
     deadline = time.monotonic() + DEFAULT_TIMEOUT_S
@@ -137,8 +142,15 @@ def load_plane(
             for block, column in zip(group, columns, strict=True):
                 blocks[block] = (place.number, start, column.layout)
                 start += column.nbytes
-        link.request(wire.Restore(checkpoint.state, reserved, blocks, release_claims), wire.Done)
+        for at in range(0, max(len(blocks), 1), _BLOCKS_AT_ONCE):
+            some = dict(itertools.islice(blocks.items(), at, at + _BLOCKS_AT_ONCE))
+            link.request(wire.RestorePiece(load, some), wire.Done)
+        for piece in pieces_of(checkpoint.state):
+            link.request(wire.RestorePiece(load, state=piece), wire.Done)
+        link.request(wire.Restore(load, reserved, release_claims), wire.Done)
     except BaseException:
+        with contextlib.suppress(PlaneConnectionError):
+            link.request(wire.Unload(load), wire.Done)
         for number in reserved:
             with contextlib.suppress(PlaneConnectionError):
                 link.request(wire.Unreserve(number), wire.Done)

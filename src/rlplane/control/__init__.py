@@ -23,5 +23,6 @@ line.py        the order in which requests that wait for room get it
 policies.py    FlowPolicy, and the decisions of flow control: age, admission, order
 requests.py    Put, Claim, Batch, and Effects: what follows from a change
 rules.py       what a request may say: names, ids, tag conditions
-dump.py        the state as bytes, and how it is built again
+dump.py        the state as bytes
+loading.py     the state built again from these, piece by piece
 """

@@ -1,4 +1,4 @@
-"""The control state as bytes: what a checkpoint keeps of it, and how it is built again.
+"""The control state as bytes: what a checkpoint keeps of it. :mod:`rlplane.control.loading` reads it.
 
 Rows are written in the order of their birth, so row numbers do not survive; block numbers are mapped to
 those of the plane that loads. Queues are not kept: they follow from the stamps of fields and tasks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,25 +19,29 @@ from rlplane.control.fields import FieldIndex, Rows
 from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
 from rlplane.control.requests import NOBODY
-from rlplane.control.rules import PartitionSpec, check_ids
+from rlplane.control.rules import PartitionSpec
 from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
 from rlplane.control.state import ControlState
-from rlplane.control.steps import SavedStep, StepKey
-from rlplane.errors import CheckpointError
+from rlplane.control.steps import SavedStep
 
-__all__ = ["SCHEMA_VERSION", "BlockSize", "StateDump", "block_names", "dump_state", "restore_state"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "SavedField",
+    "SavedPartition",
+    "SavedState",
+    "SavedTask",
+    "StateDump",
+    "block_names",
+    "dump_state",
+    "read_turns",
+]
 
 SCHEMA_VERSION = 2
 
 
-class BlockSize(NamedTuple):
-    """How large a block is."""
+class SavedField(msgspec.Struct):
+    """One field of a partition: where its rows are."""
 
-    nbytes: int
-    rows: int
-
-
-class _SavedField(msgspec.Struct):
     name: str
     declared: bool
     blocks: bytes
@@ -48,7 +52,9 @@ class _SavedField(msgspec.Struct):
     turns: bytes = b""
 
 
-class _SavedTask(msgspec.Struct):
+class SavedTask(msgspec.Struct):
+    """The cursor of a task."""
+
     name: str
     claimed: bytes
     unfinished: bytes
@@ -57,14 +63,16 @@ class _SavedTask(msgspec.Struct):
     places: bytes = b""
 
 
-class _SavedPartition(msgspec.Struct):
+class SavedPartition(msgspec.Struct):
+    """A partition; lists and bytes have an entry per sample."""
+
     spec: PartitionSpec
     written: int
     ids: list[str]
     tags: list[dict[str, Any]]
     born: bytes
-    columns: list[_SavedField]
-    tasks: list[_SavedTask]
+    columns: list[SavedField]
+    tasks: list[SavedTask]
     # A sample keeps the group of its first write, whatever its tags say later. None: it never had one.
     groups: list[str | None] = []
     flow: SavedFlow = msgspec.field(default_factory=SavedFlow)
@@ -79,10 +87,12 @@ class _SavedPartition(msgspec.Struct):
     finished_steps: list[tuple[str, str]] = []
 
 
-class _SavedState(msgspec.Struct):
+class SavedState(msgspec.Struct):
+    """All partitions."""
+
     version: int
     stamp: int
-    partitions: list[_SavedPartition]
+    partitions: list[SavedPartition]
 
 
 def dump_state(state: ControlState) -> bytes:
@@ -102,11 +112,11 @@ class StateDump:
         self._partitions = [_PartitionDump(partition) for partition in state.partitions.values()]
 
     def pieces(self) -> Iterator[bytes]:
-        """What :func:`restore_state` takes, in pieces of some milliseconds."""
+        """What :func:`~rlplane.control.loading.pieces_of` takes, in pieces of some milliseconds."""
         partitions = itertools.chain(
             [_header(_ARRAY, len(self._partitions))], *(each.pieces() for each in self._partitions)
         )
-        saved = _SavedState(SCHEMA_VERSION, self._stamp, [])
+        saved = SavedState(SCHEMA_VERSION, self._stamp, [])
         return _pieces_of_struct(saved, {"partitions": partitions})
 
 
@@ -125,7 +135,7 @@ class _PartitionDump:
             else {}
         )
         # What is small is here already.
-        self._saved = _SavedPartition(
+        self._saved = SavedPartition(
             table.spec,
             table.written,
             ids=[],
@@ -168,7 +178,7 @@ class _PartitionDump:
 
 class _FieldDump:
     def __init__(self, name: str, column: FieldIndex) -> None:
-        self._saved = _SavedField(name, column.declared, b"", b"", b"", column.stamped)
+        self._saved = SavedField(name, column.declared, b"", b"", b"", column.stamped)
         self._block, self._position = column.block.copy(), column.position.copy()
         self._stamp = column.stamp.copy()
         self._turns = {row: list(pieces) for row, pieces in column.turns.items()}
@@ -193,7 +203,7 @@ class _FieldDump:
 
 class _TaskDump:
     def __init__(self, name: str, task: TaskCursor, next_event: int) -> None:
-        self._saved = _SavedTask(name, b"", b"", dict(task.kept))
+        self._saved = SavedTask(name, b"", b"", dict(task.kept))
         self._claimed, self._unfinished = task.claimed.copy(), task.owner != NOBODY
         self._uses = None if task.uses is None else task.uses.copy()
         self._places = None if task.places is None else task.places.copy()
@@ -272,176 +282,14 @@ def _piece_of_column(column: NDArray[Any], rows: Rows) -> Iterator[bytes]:
 def block_names(data: bytes) -> dict[int, str]:
     """For each block in ``data``, the partition and field that it belongs to."""
     names = {}
-    for partition in msgspec.msgpack.decode(data, type=_SavedState).partitions:
+    for partition in msgspec.msgpack.decode(data, type=SavedState).partitions:
         for column in partition.columns:
-            blocks = np.concatenate((np.frombuffer(column.blocks, np.int64), _read_turns(column.turns)[:, 1]))
+            blocks = np.concatenate((np.frombuffer(column.blocks, np.int64), read_turns(column.turns)[:, 1]))
             for block in np.unique(blocks).tolist():
                 names[block] = f"{partition.spec.partition_id}/{column.name}"
     return names
 
 
-def restore_state(
-    data: bytes,
-    numbers: dict[int, int],
-    blocks: dict[int, BlockSize],
-    capacity: int | None,
-    *,
-    release_claims: bool = False,
-) -> ControlState:
-    """Build a state from ``data``.
-
-    Args:
-        data: What :func:`dump_state` made.
-        numbers: The block numbers of this plane for those in ``data``.
-        blocks: How large each block in ``data`` is.
-        capacity: Of this plane.
-        release_claims: Hand out again what had been claimed and not finished.
-    """
-    try:
-        dump = msgspec.msgpack.decode(data, type=_SavedState)
-        if dump.version != SCHEMA_VERSION:
-            raise CheckpointError(
-                f"the checkpoint has schema version {dump.version}; this rlplane reads {SCHEMA_VERSION}"
-            )
-        total = sum(len(partition.ids) for partition in dump.partitions)
-        if capacity is not None and total > capacity:
-            raise CheckpointError(f"the checkpoint has {total} samples; storage_capacity is {capacity}")
-        state = ControlState(capacity)
-        state.live = total
-        sizes = {numbers[old]: size for old, size in blocks.items()}
-        for saved in dump.partitions:
-            _restore_partition(state, saved, numbers, sizes, release_claims)
-            # That it is released is one more.
-            events = dump.stamp + 1 if release_claims else dump.stamp
-            state.partitions[saved.spec.partition_id].table.events = events
-    except CheckpointError:
-        raise
-    except (
-        msgspec.MsgspecError,
-        LookupError,
-        ValueError,
-        TypeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise CheckpointError(f"the checkpoint's control state cannot be used: {error}") from error
-    return state
-
-
-def _restore_partition(
-    state: ControlState,
-    saved: _SavedPartition,
-    numbers: dict[int, int],
-    sizes: dict[int, BlockSize],
-    release_claims: bool,
-) -> None:
-    spec = saved.spec
-    if spec.partition_id in state.partitions:
-        raise ValueError(f"it has partition {spec.partition_id!r} twice")
-    PartitionSpec.checked(
-        spec.partition_id,
-        spec.fields,
-        spec.num_samples,
-        spec.tasks,
-        spec.group_size,
-        spec.enums,
-        spec.flow,
-        spec.produces,
-    )
-    count = len(check_ids(saved.ids))
-    if len(saved.tags) != count or len(saved.groups) not in (0, count):
-        raise ValueError(f"{count} samples have {len(saved.tags)} tags and {len(saved.groups)} groups")
-    partition = state.partitions[spec.partition_id] = Partition(spec)
-    table = partition.table
-    rows = partition.adopt(saved.ids, saved.tags, saved.groups, _read(saved.born, np.float64, count))
-    if saved.serials:
-        table.serial[rows] = _read(saved.serials, np.int64, count)
-    if saved.stamps:
-        table.stamp[rows] = _read(saved.stamps, np.int64, count)
-    # Also when nothing is left of what had the numbers below.
-    table.next_serial = max(table.next_serial, saved.next_serial)
-    table.written = saved.written
-    table.finished = saved.finished
-    partition.groups.sizes.update(saved.group_sizes)
-    partition.groups.closed.update(saved.closed)
-    steps = partition.claims.steps
-    for step in saved.steps:
-        steps.add(StepKey(step.task, step.step), step.parts)
-        steps.remove([i for part in step.parts for i in part if i not in table.rows])
-    steps.finished.update((StepKey(*key), None) for key in saved.finished_steps)
-    partition.flow.load(saved.flow, rows)
-    for item in saved.columns:
-        column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))
-        if column.produced:
-            raise ValueError(f"it has field {item.name!r} twice")
-        blocks = _renumbered(_read(item.blocks, np.int64, count), numbers)
-        positions = _read(item.positions, np.int32, count)
-        turns = _read_turns(item.turns).copy()
-        turns[:, 1] = _renumbered(turns[:, 1], numbers)
-        every = np.concatenate((blocks, turns[:, 1]))
-        _check_positions(item.name, every, np.concatenate((positions, turns[:, 2])), sizes)
-        for place, block, position in turns.tolist():
-            if not 0 <= place < count or block < 0:
-                raise ValueError(f"a turn of field {item.name!r} belongs to no sample")
-            column.turns.setdefault(int(rows[place]), []).append((block, position))
-        column.block[rows] = blocks
-        column.position[rows] = positions
-        column.stamp[rows] = _read(item.stamps, np.int64, count)
-        column.produced = int((blocks >= 0).sum())
-        column.stamped = item.stamped
-        state.adopt_blocks(partition, every, {block: size.nbytes for block, size in sizes.items()})
-    for cursor in saved.tasks:
-        claimed = _read(cursor.claimed, np.bool_, count).copy()
-        unfinished = _read(cursor.unfinished, np.bool_, count)
-        if release_claims:
-            claimed &= ~unfinished
-        task = partition.tasks[cursor.name]
-        task.claimed[rows] = claimed
-        task.count = int(claimed.sum())
-        task.kept.update(cursor.kept)
-        if cursor.uses:
-            task.uses = np.zeros(table.size, np.int64)
-            task.uses[rows] = _read(cursor.uses, np.int64, count)
-        if cursor.places:
-            task.place(rows, _read(cursor.places, np.int64, count))
-        if release_claims and spec.group_size:
-            partition.cursors.count_kept(task, rows[unfinished])
-        if release_claims and spec.flow is not None and cursor.name == spec.flow.training_task:
-            partition.flow.untrain(rows[unfinished].tolist())
-    if spec.flow is not None and spec.flow.group_timeout_s is not None:
-        state.has_clocks = True
-        partition.groups.resume_clocks()
-
-
-def _read_turns(data: bytes) -> NDArray[np.int64]:
+def read_turns(data: bytes) -> NDArray[np.int64]:
+    """Row, block and position of each turn."""
     return np.frombuffer(data, np.int64).reshape(-1, 3)
-
-
-def _check_positions(
-    field: str, blocks: NDArray[np.int64], positions: NDArray[Any], sizes: dict[int, BlockSize]
-) -> None:
-    """Refuse rows that lie outside of their block: a reader would read other memory."""
-    produced = blocks >= 0
-    used, place = np.unique(blocks[produced], return_inverse=True)
-    rows = np.array([sizes[block].rows for block in used.tolist()], np.int64)
-    at = positions[produced]
-    if len(at) and bool(((at < 0) | (at >= rows[place])).any()):
-        raise ValueError(f"a row of field {field!r} lies outside of its block")
-
-
-def _read(data: bytes, dtype: type[np.generic], count: int) -> NDArray[Any]:
-    array = np.frombuffer(data, dtype)
-    if len(array) != count:
-        # numpy would stretch a single value over all samples.
-        raise ValueError(f"{len(array)} values for {count} samples")
-    return array
-
-
-def _renumbered(blocks: NDArray[np.int64], numbers: dict[int, int]) -> NDArray[np.int64]:
-    old, place = np.unique(blocks, return_inverse=True)
-    missing = [block for block in old.tolist() if block >= 0 and block not in numbers]
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks block {missing[0]} that its control state refers to")
-    new = np.array([-1 if block < 0 else numbers[block] for block in old.tolist()], np.int64)
-    renumbered: NDArray[np.int64] = new[place] if len(blocks) else blocks
-    return renumbered

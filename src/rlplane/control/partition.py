@@ -249,6 +249,7 @@ class Partition:
             self.check_put(put)
         rows, _ = self._add(put) if ids else (NO_ROWS, NO_ROWS)
         self.table.born[rows] = born
+        self.looking.tagged(rows, NO_ROWS)
         return rows
 
     def remove(self, rows: Rows) -> BlockRows:
@@ -267,10 +268,11 @@ class Partition:
     # Blocks
 
     def add_block(self, block: int, rows: int, nbytes: int) -> None:
-        """So many rows refer to a new block."""
-        self.block_rows[block] = rows
-        self._block_sizes[block] = nbytes
-        self.nbytes += nbytes
+        """So many rows, or so many more, refer to a block of that size."""
+        if block not in self.block_rows:
+            self._block_sizes[block] = nbytes
+            self.nbytes += nbytes
+        self.block_rows[block] = self.block_rows.get(block, 0) + rows
 
     def release_rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects) -> None:
         """Rows do not refer to these blocks any more; those that no other row refers to are freed."""

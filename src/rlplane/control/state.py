@@ -446,12 +446,6 @@ class ControlState:
         self._retry_puts(effects)
         return returned, effects
 
-    def adopt_blocks(self, partition: Partition, blocks: NDArray[np.int64], sizes: dict[int, int]) -> None:
-        """Count the rows of blocks that a restored column refers to."""
-        used, rows = np.unique(blocks[blocks >= 0], return_counts=True)
-        for block, count in zip(used.tolist(), rows.tolist(), strict=True):
-            partition.add_block(block, count, sizes[block])
-
     # Questions
 
     @property

@@ -1,6 +1,9 @@
 """The control state behind a socket: one protocol, one server loop, one connection class, for every engine.
 
     core.py         ControlService: requests, places, leases and deadlines around a ControlState; no sockets
+    clients.py      what a client holds, and requests that are not answered yet
+    long_work.py    what a request has begun, and is gone on with between others
+    checkpoints.py  Checkpoints: a plane that is frozen to be saved, and replaced by one that is loaded
     protocol.py     the messages
     framing.py      messages over a stream socket
     sockets.py      unix:// and tcp:// addresses

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlplane.control.partition import Partition
 
 if TYPE_CHECKING:
-    from rlplane.service.core import PendingRequest
+    from rlplane.service.clients import PendingRequest
 
 __all__ = ["WaitingReservation", "is_for_live_samples", "may_use", "share_for_live"]
 

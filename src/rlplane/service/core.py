@@ -10,16 +10,13 @@ import heapq
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.clearing import Clearing
-from rlplane.control.dump import BlockSize, StateDump, restore_state
 from rlplane.control.line import WaitingLine
 from rlplane.control.partition import Partition
 from rlplane.control.requests import Batch, Claim, Effects, Put
@@ -27,15 +24,15 @@ from rlplane.control.state import ControlState
 from rlplane.errors import (
     CapacityError,
     CapacityTimeoutError,
-    CheckpointError,
     DataPlaneError,
     InvalidRequestError,
-    MissingDataError,
     PlaneConnectionError,
 )
 from rlplane.service import protocol as wire
 from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
 from rlplane.service.block_table import Block, BlockTable
+from rlplane.service.checkpoints import Checkpoints
+from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commit_checks import checked_sizes
 from rlplane.service.field_rows import field_rows
 from rlplane.service.journal import (
@@ -50,6 +47,7 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
+from rlplane.service.long_work import LongWork
 from rlplane.service.lost_rows import lost_rows
 from rlplane.service.stall import LookAhead, LoopStall
 from rlplane.storage.keyed import lost_chunks
@@ -59,12 +57,7 @@ __all__ = ["ControlService", "PendingRequest", "StaleSpecError"]
 
 logger = logging.getLogger(__name__)
 
-_CHANNELS_REMEMBERED = 1024
-_ABANDONED_REMEMBERED = 256
 _FOREVER_S = 1e9
-# Of a frozen plane: what takes some ten milliseconds to write, to send and to read.
-_PIECE_BYTES = 2**22
-_MANY_SAMPLES = 10_000  # a fork takes less time than to copy more than these
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
 
@@ -75,66 +68,6 @@ class StaleSpecError(DataPlaneError):
 
 class StalePlaceError(DataPlaneError):
     """The place was taken back before the commit; the client reserves and writes anew."""
-
-
-@dataclass(eq=False, slots=True)
-class PendingRequest:
-    """A request that has not been answered yet: whose it is, and where the answer goes."""
-
-    client: int
-    number: int
-    channel: int = 0
-    want: int = 0
-    claim: tuple[str, str] | None = None
-    remembered: bool = False  # whether the answer is kept until the client has it
-    parked: float | None = None  # since when it waits for others, if it had to
-
-
-Granted = Place | int | tuple[str, str, list[str]]
-"""What a request was given that has to be undone if nobody reads the answer: a place, a lease, or a claim
-(partition, task, ids)."""
-
-
-DumpApart = Callable[[Callable[[], Iterator[bytes]], Callable[[Iterator[bytes] | None], None]], None]
-"""Takes what makes the pieces of a dump, and whom to give them to; None if they could not be made."""
-
-
-@dataclass(eq=False, slots=True)
-class _Work:
-    """What was begun for a request, and is gone on with between others until it can be answered."""
-
-    request: PendingRequest | None
-    clearing: Clearing
-
-
-@dataclass(eq=False, slots=True)
-class _Frozen:
-    """A plane that is being read: until when its places are from, and what is still to be read."""
-
-    mark: int
-    pieces: Iterator[bytes] | None = None
-
-
-class _Client:
-    """What one client holds."""
-
-    def __init__(self) -> None:
-        self.reserved: dict[int, Place] = {}
-        self.spare: Place | None = None
-        self.leases: dict[int, list[int]] = {}
-        # For each channel the number of its last request, with what that was given.
-        self.granted: dict[int, tuple[int, Granted]] = {}
-        # Requests that were abandoned before they arrived: over TCP, connections overtake each other.
-        self.abandoned: deque[int] = deque(maxlen=_ABANDONED_REMEMBERED)
-        # Answers that the client may not have read yet, by the number of the request. After a restart of the
-        # service it asks again, and what was done once is not done twice.
-        self.answers: dict[int, wire.Answer] = {}
-
-    def grant(self, request: PendingRequest, what: Granted) -> None:
-        self.granted.pop(request.channel, None)  # so that the first is always the one not used for longest
-        self.granted[request.channel] = (request.number, what)
-        if len(self.granted) > _CHANNELS_REMEMBERED:
-            del self.granted[next(iter(self.granted))]
 
 
 class ControlService:
@@ -155,13 +88,11 @@ class ControlService:
         self.storage, self.deliver, self.journal = storage, send, journal
         # While a journal is replayed there is none to write to, and the answers are the point of it.
         self.is_journaled = journal is not None
-        self._clients: dict[int, _Client] = {}
+        self.clients: dict[int, Client] = {}
         self.table = BlockTable()
         self.dead = Loss()  # the storage units that have died
         self.lost = 0  # samples that were lost with them
-        self._frozen: dict[int, _Frozen] = {}  # by lease
-        # Has the pieces of a large dump made elsewhere, so that others are served meanwhile.
-        self.dump_apart: DumpApart = lambda pieces, then: then(pieces())
+        self.checkpoints = Checkpoints(self)
         self._next_lease = 1
         self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
         self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
@@ -169,7 +100,7 @@ class ControlService:
         self._most_deadlines = 1024
         self._ticks = 0
         self._unanswered: dict[tuple[int, int], PendingRequest] = {}
-        self._work: deque[_Work] = deque()
+        self._work: deque[LongWork] = deque()
         self.wall = 0.0
         self.stall = LoopStall()
         self.requests = 0
@@ -193,11 +124,11 @@ class ControlService:
         self.storage.join(client)  # first, because it may fail
         if self.journal is not None:
             self.journal.add(Joined(client, secret, bootstrap))
-        self._clients[client] = _Client()
+        self.clients[client] = Client()
 
     def disconnect(self, client: int, *, died: bool) -> None:
         """A client has gone. Its unfinished claims go back to the front of the queue."""
-        held = self._clients.pop(client, None)
+        held = self.clients.pop(client, None)
         if held is None:
             return
         if self.journal is not None:
@@ -207,9 +138,9 @@ class ControlService:
             self._waiting_reservations.remove(waiting)
         if not died:
             closed = PlaneConnectionError("the client was closed")
-            self._carry_out(self.state.abort(closed, client))
+            self.carry_out(self.state.abort(closed, client))
             for waiting in reservations:
-                self._send(waiting.request, wire.failure_of(closed))
+                self.send(waiting.request, wire.failure_of(closed))
         returned, effects = self.state.release_owner(client)
         if returned:
             level, how = (logging.WARNING, "died") if died else (logging.INFO, "closed")
@@ -217,25 +148,22 @@ class ControlService:
         for place in [*held.reserved.values(), *filter(None, [held.spare])]:
             self.storage.free(place)
         for lease in list(held.leases):
-            self._drop_lease(held, lease)
+            self.drop_lease(held, lease)
         self.storage.leave(client)
-        self._carry_out(effects)
+        self.carry_out(effects)
         self.retry_reservations()
 
     def release(self, client: int, lease: int) -> None:
         """A client has dropped what it read."""
-        held = self._clients.get(client)
-        if held is not None and self._drop_lease(held, lease):
+        held = self.clients.get(client)
+        if held is not None and self.drop_lease(held, lease):
             self.room_came_free()
 
-    def _drop_lease(self, held: _Client, lease: int) -> bool:
+    def drop_lease(self, held: Client, lease: int) -> bool:
         places = held.leases.pop(lease, None)
         if places:
             self.table.unlease(places, self.storage)
-        frozen = self._frozen.pop(lease, None)
-        if frozen is not None:
-            self.table.thaw(frozen.mark, self.storage)
-        return bool(places or frozen)
+        return self.checkpoints.thaw(lease) or bool(places)
 
     def room_came_free(self) -> None:
         """Something outside of any request has given room back to the storage."""
@@ -253,10 +181,10 @@ class ControlService:
         the service was started again meanwhile, is answered as the first time, or goes on waiting.
         """
         self.requests += 1
-        held = self._clients.get(request.client)
+        held = self.clients.get(request.client)
         if held is None:
             gone = PlaneConnectionError(f"client {request.client} is not connected to this service")
-            self._send(request, wire.failure_of(gone))
+            self.send(request, wire.failure_of(gone))
             return
         for lease in envelope.released:
             self.release(request.client, lease)
@@ -288,9 +216,9 @@ class ControlService:
                 raise PlaneConnectionError("the request was abandoned by its caller")
             answer = self._serve(request, held, envelope.request)
             if answer is not None:
-                self._send(request, answer)
+                self.send(request, answer)
         except DataPlaneError as error:
-            self._send(request, wire.failure_of(error))
+            self.send(request, wire.failure_of(error))
         if self._waiting_reservations and changes:
             # A commit gives back what it does not use, and all of it when it fails.
             self.retry_reservations()
@@ -317,7 +245,7 @@ class ControlService:
             return None  # the request will be refused
         return LookAhead(looks)
 
-    def _is_repeated(self, request: PendingRequest, held: _Client) -> bool:
+    def _is_repeated(self, request: PendingRequest, held: Client) -> bool:
         answer = held.answers.get(request.number)
         if answer is not None:
             self.deliver(request, answer)
@@ -333,14 +261,14 @@ class ControlService:
     def _at_work_for(self, client: int, number: int) -> PendingRequest | None:
         """The request of that number, if it has been begun."""
         for work in self._work:
-            if work.request is not None and (work.request.client, work.request.number) == (client, number):
+            if (work.request.client, work.request.number) == (client, number):
                 return work.request
         return None
 
-    def _send(self, request: PendingRequest, answer: wire.Answer) -> None:
+    def send(self, request: PendingRequest, answer: wire.Answer) -> None:
         self._unanswered.pop((request.client, request.number), None)
         if request.remembered:
-            held = self._clients.get(request.client)
+            held = self.clients.get(request.client)
             if held is not None:
                 held.answers[request.number] = answer
         if request.parked is not None and isinstance(
@@ -350,7 +278,7 @@ class ControlService:
             answer = msgspec.structs.replace(answer, waited_s=max(self.now - request.parked, 0.0))
         self.deliver(request, answer)
 
-    def _serve(self, request: PendingRequest, held: _Client, body: wire.Request) -> wire.Answer | None:
+    def _serve(self, request: PendingRequest, held: Client, body: wire.Request) -> wire.Answer | None:
         match body:
             case wire.Commit():
                 self._commit(request, held, body)
@@ -365,24 +293,24 @@ class ControlService:
                     clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:
                     clearing = self.state.begin_clear(partition_id, ids)
-                self._work_on(_Work(request, clearing))
+                self.begin(LongWork(request, [clearing]))
                 return None
             case wire.Unclaim(partition_id, task, ids, is_finished):
                 self.state.partition(partition_id).task(task)
                 if is_finished:
                     self.state.finish_claims(partition_id, task, ids, request.client)
                 else:
-                    self._carry_out(self.state.unclaim(partition_id, task, ids, request.client))
+                    self.carry_out(self.state.unclaim(partition_id, task, ids, request.client))
                 return wire.Done()
             case wire.DropPartition(partition_id):
                 clearing, effects = self.state.begin_drop(partition_id)
-                self._carry_out(effects)
-                self._work_on(_Work(request, clearing))
+                self.carry_out(effects)
+                self.begin(LongWork(request, [clearing]))
                 return None
             case wire.Reserve():
                 return self._reserve(request, held, body)
             case wire.Unreserve(number, out_of_pages):
-                place = self._pop_reserved(held, number)
+                place = held.pop_reserved(number)
                 if place is not None:
                     self.storage.free(place)
                 if out_of_pages:
@@ -395,11 +323,11 @@ class ControlService:
                 partition = self.state.partition(partition_id)
                 return wire.Described(partition.version, partition.spec)
             case wire.Register(spec, extend):
-                self._carry_out(self.state.register(spec, extend=extend))
+                self.carry_out(self.state.register(spec, extend=extend))
                 return wire.Done()
             case wire.MarkClaimed(partition_id, task, ids, is_claimed):
                 marked, effects = self.state.mark_claimed(partition_id, task, ids, is_claimed=is_claimed)
-                self._carry_out(effects)
+                self.carry_out(effects)
                 return wire.Done(marked)
             case wire.Inspect(partition_id, ids, with_kinds, numbers):
                 partition = self.state.partition(partition_id)
@@ -421,15 +349,15 @@ class ControlService:
                 batch = self.state.peek(partition_id, where, fields, limit, order)
                 return wire.Claimed(batch.ids, batch.tags)
             case wire.Advance(partition_id, version):
-                self._carry_out(self.state.advance(partition_id, version))
+                self.carry_out(self.state.advance(partition_id, version))
                 return wire.Done()
             case wire.CloseGroup(partition_id, group, reason, fields):
                 left, effects = self.state.close_group(partition_id, group, reason, fields)
-                self._send(request, wire.Done(left))
-                self._carry_out(effects)
+                self.send(request, wire.Done(left))
+                self.carry_out(effects)
                 return None
             case wire.Finish(partition_id):
-                self._carry_out(self.state.finish(partition_id))
+                self.carry_out(self.state.finish(partition_id))
                 return wire.Done()
             case wire.ShouldAbort(partition_id, ids):
                 return wire.Done(self.state.partition(partition_id).flow_control.should_abort(ids))
@@ -439,12 +367,19 @@ class ControlService:
             case wire.Count(partition_id, where):
                 return wire.Done(self.state.count(partition_id, where))
             case wire.Freeze():
-                self._freeze(request, held)
+                self.checkpoints.freeze(request, held)
                 return None
             case wire.FrozenPiece(lease):
-                return wire.Done(self._next_piece(held, lease))
+                return wire.Done(self.checkpoints.next_piece(held, lease))
+            case wire.RestorePiece():
+                self.checkpoints.add_piece(held, body)
+                return wire.Done()
             case wire.Restore():
-                return self._restore(held, body)
+                self.checkpoints.restore(request, held, body)
+                return None
+            case wire.Unload(load):
+                held.loading.pop(load, None)
+                return wire.Done()
             case wire.Withdraw(numbers):
                 self.withdraw(request.client, numbers)
                 return wire.Done()
@@ -453,7 +388,7 @@ class ControlService:
 
     def status(self) -> dict[str, Any]:
         """What the service holds, for people and for tests."""
-        clients = self._clients.values()
+        clients = self.clients.values()
         return {
             "pid": os.getpid(),
             "requests": self.requests,
@@ -474,16 +409,16 @@ class ControlService:
             "lost_samples": self.lost,
         }
 
-    def _carry_out(self, effects: Effects) -> None:
+    def carry_out(self, effects: Effects) -> None:
         """Do what follows from a change of the state: send the answers, free the blocks."""
         for request, answer in effects.answers:
             assert isinstance(request, PendingRequest)
             if isinstance(answer, Batch):
-                self._send(request, self._claimed(request, answer))
+                self.send(request, self._claimed(request, answer))
             elif answer is None:
-                self._send(request, wire.Done(spare=self._spare_for(request)))
+                self.send(request, wire.Done(spare=self._spare_for(request)))
             else:
-                self._send(request, wire.failure_of(answer))
+                self.send(request, wire.failure_of(answer))
         if effects.freed or effects.dropped:
             self.table.drop(effects, self.storage)
             self.retry_reservations()
@@ -502,25 +437,24 @@ class ControlService:
             self.journal.add(WentOn(self.now))
         work = self._work.popleft()
         try:
-            self._work_on(work)
+            self.begin(work)
         except Exception as error:
-            if work.request is not None:
-                self._send(work.request, wire.Failure("", f"{type(error).__name__}: {error}"))
+            self.send(work.request, wire.Failure("", f"{type(error).__name__}: {error}"))
             raise
 
-    def _work_on(self, work: _Work) -> None:
-        """Do one slice. What was begun takes turns, so that a short clear does not wait for a long one."""
+    def begin(self, work: LongWork) -> None:
+        """Do the first slice, or the next. What was begun takes turns, so that a short clear does not wait
+        for a long one."""
         effects = Effects()
-        self.state.clear_some(work.clearing, effects)
-        if not work.clearing.is_over:
+        if work.do_slice(self.state, effects):
+            self.send(work.request, wire.Done(work.count))
+        else:
             self._work.append(work)
-        elif work.request is not None:
-            self._send(work.request, wire.Done(work.clearing.count))
-        self._carry_out(effects)
+        self.carry_out(effects)
 
     # Places
 
-    def _reserve(self, request: PendingRequest, held: _Client, body: wire.Reserve) -> wire.Answer | None:
+    def _reserve(self, request: PendingRequest, held: Client, body: wire.Reserve) -> wire.Answer | None:
         limit = self.storage.limit
         if limit is not None and body.nbytes > limit:
             raise CapacityError(
@@ -561,7 +495,7 @@ class ControlService:
     def _reclaim_spares(self) -> bool:
         """Take back what clients hold for a next put that they may never make."""
         reclaimed = False
-        for client, held in self._clients.items():
+        for client, held in self.clients.items():
             if held.spare is not None and self.storage.revoke_spare(client):
                 self.storage.free(held.spare)
                 held.spare = None
@@ -570,7 +504,7 @@ class ControlService:
 
     def _spare_for(self, request: PendingRequest) -> Place | None:
         """Room for the client's next put, sent along so that it need not ask; only if there is plenty."""
-        held = self._clients.get(request.client)
+        held = self.clients.get(request.client)
         if held is None or not request.want:
             return None
         if held.spare is not None:
@@ -602,14 +536,14 @@ class ControlService:
         try:
             place = self._allocate(waiting)
         except CapacityError as error:
-            self._send(waiting.request, wire.failure_of(error))
+            self.send(waiting.request, wire.failure_of(error))
             return True
         if place is None:
             return False
-        held = self._clients[waiting.request.client]
+        held = self.clients[waiting.request.client]
         held.reserved[place.number] = place
         held.grant(waiting.request, place)
-        self._send(waiting.request, wire.Reserved(place))
+        self.send(waiting.request, wire.Reserved(place))
         return True
 
     def lose(self, loss: Loss) -> None:
@@ -630,7 +564,7 @@ class ControlService:
         if count:
             self.lost += count
             logger.warning("%d samples were lost with the storage that had them", count)
-        self._carry_out(effects)
+        self.carry_out(effects)
         self.retry_reservations()
 
     def committed_places(self) -> list[Place]:
@@ -638,16 +572,9 @@ class ControlService:
         table = self.table
         return [table.places[number] for number in {place for place, _, _ in table.blocks.values()}]
 
-    def _pop_reserved(self, held: _Client, number: int) -> Place | None:
-        """A place that a client has reserved, or its spare, which it has taken without asking."""
-        place = held.reserved.pop(number, None)
-        if place is None and held.spare is not None and held.spare.number == number:
-            place, held.spare = held.spare, None
-        return place
-
     # Writing
 
-    def _commit(self, request: PendingRequest, held: _Client, body: wire.Commit) -> None:
+    def _commit(self, request: PendingRequest, held: Client, body: wire.Commit) -> None:
         place = self._committed_place(held, body)
         blocks: dict[str, int] = {}
         try:
@@ -683,7 +610,7 @@ class ControlService:
             raise
         if all(answered is not request for answered, _ in effects.answers):
             self._set_deadline(request, body.timeout_s)
-        self._carry_out(effects)
+        self.carry_out(effects)
 
     def _check_turns(self, body: wire.Commit) -> None:
         """What is appended must be of one kind with what is there, or nobody could read the two together."""
@@ -702,12 +629,12 @@ class ControlService:
                         f"field {field!r} grows by tokens of dtype and shape {before}, not {turn}"
                     )
 
-    def _committed_place(self, held: _Client, body: wire.Commit) -> Place | None:
+    def _committed_place(self, held: Client, body: wire.Commit) -> Place | None:
         if body.place is None:
             if body.layouts:
                 raise InvalidRequestError("a commit with fields needs the place that they are in")
             return None
-        place = self._pop_reserved(held, body.place)
+        place = held.pop_reserved(body.place)
         if place is None:
             raise StalePlaceError(f"place {body.place} is not reserved for this client")
         if self.dead and lost_chunks([place], self.dead):
@@ -743,17 +670,17 @@ class ControlService:
         effects = self.state.claim(claim, blocking=body.blocking)
         if not effects.answers:
             self._set_deadline(request, body.timeout_s)
-        self._carry_out(effects)
+        self.carry_out(effects)
 
     def _claimed(self, request: PendingRequest, batch: Batch) -> wire.Claimed:
-        held = self._clients.get(request.client)
+        held = self.clients.get(request.client)
         if held is not None and request.claim is not None:
             held.grant(request, (*request.claim, batch.ids))
         return wire.Claimed(batch.ids, batch.tags)
 
     def abandon(self, client: int, number: int) -> None:
         """Whoever made this request was interrupted: it will not read the answer. Undo what it was given."""
-        held = self._clients.get(client)
+        held = self.clients.get(client)
         if held is None:
             return
         if self.journal is not None:
@@ -762,7 +689,7 @@ class ControlService:
         held.answers.pop(number, None)
         waiting = self._unanswered.get((client, number))
         if waiting is not None:
-            self._carry_out(self.state.give_up(waiting))
+            self.carry_out(self.state.give_up(waiting))
             self._stop_waiting({waiting})
         begun = self._at_work_for(client, number)
         if begun is not None:
@@ -775,15 +702,15 @@ class ControlService:
                 if held.reserved.pop(what.number, None) is not None:
                     self.storage.free(what)
             elif isinstance(what, int):
-                self._drop_lease(held, what)
+                self.drop_lease(held, what)
             elif what[0] in self.state.partitions:
-                self._carry_out(self.state.unclaim(*what, client))
+                self.carry_out(self.state.unclaim(*what, client))
         self.retry_reservations()
 
-    def _drop_abandoned(self, held: _Client, body: wire.Request) -> None:
+    def _drop_abandoned(self, held: Client, body: wire.Request) -> None:
         """The place of a commit that will not be made."""
         if isinstance(body, wire.Commit) and body.place is not None:
-            place = self._pop_reserved(held, body.place)
+            place = held.pop_reserved(body.place)
             if place is not None:
                 self.storage.free(place)
 
@@ -795,7 +722,7 @@ class ControlService:
         if not ended:
             return
         self._stop_waiting(ended)
-        self._carry_out(self.state.withdraw(ended))
+        self.carry_out(self.state.withdraw(ended))
         self.retry_reservations()
 
     def _stop_waiting(self, ended: Collection[PendingRequest]) -> None:
@@ -812,7 +739,7 @@ class ControlService:
                 self.journal.add(HungUp(client, numbers, self.now))
             self.withdraw(client, numbers)
 
-    def _locate(self, request: PendingRequest, held: _Client, body: wire.Locate) -> wire.Located:
+    def _locate(self, request: PendingRequest, held: Client, body: wire.Locate) -> wire.Located:
         found = self.state.locate(body.partition_id, body.ids, body.fields)
         rows = []
         used: dict[int, None] = {}
@@ -826,12 +753,12 @@ class ControlService:
         paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
         return wire.Located(lease, places, located, rows, paths if any(paths) else None)
 
-    def _lease(self, held: _Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
+    def _lease(self, held: Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled until the client drops them."""
         places, located = self.table.lease(numbers)
-        return self._new_lease(held, [place.number for place in places]), places, located
+        return self.new_lease(held, [place.number for place in places]), places, located
 
-    def _new_lease(self, held: _Client, places: list[int]) -> int:
+    def new_lease(self, held: Client, places: list[int]) -> int:
         lease, self._next_lease = self._next_lease, self._next_lease + 1
         held.leases[lease] = places
         return lease
@@ -846,94 +773,6 @@ class ControlService:
             layouts = [self.table.blocks[number][2] for number in numbers if number >= 0]
             kinds[name] = list(dict.fromkeys((each.kind, each.dtype, each.shape) for each in layouts))
         return kinds
-
-    # Checkpoints
-
-    def _freeze(self, request: PendingRequest, held: _Client) -> None:
-        lease = self._new_lease(held, [])
-        frozen = self._frozen[lease] = _Frozen(self.table.freeze())
-        held.grant(request, lease)
-
-        def answer(pieces: Iterator[bytes] | None) -> None:
-            if lease not in held.leases:
-                return  # nobody waits for it any more
-            if pieces is None:
-                self._drop_lease(held, lease)
-                self._send(request, wire.failure_of(CheckpointError("the process that dumps the state died")))
-                return
-            frozen.pieces = pieces
-            self._send(request, wire.Frozen(lease))
-
-        if self.state.live > _MANY_SAMPLES:
-            self.dump_apart(self._plane_in_pieces, answer)
-        else:
-            answer(self._plane_in_pieces())
-
-    def _plane_in_pieces(self) -> Iterator[bytes]:
-        """The plane as it is now."""
-        blocks = {number: self.table.blocks[number] for number in self.state.blocks()}
-        places = {number: self.table.places[number] for number, _, _ in blocks.values()}
-        return wire.FrozenPlane.pieces(wire.FrozenBlocks(places, blocks), StateDump(self.state).pieces())
-
-    def _next_piece(self, held: _Client, lease: int) -> tuple[bytes, bool]:
-        """Some more of a frozen plane, and whether that was all."""
-        frozen = self._frozen.get(lease)
-        if lease not in held.leases or frozen is None or frozen.pieces is None:
-            raise MissingDataError(f"nothing more is known of a plane that was frozen under lease {lease}")
-        pieces, length = [], 0
-        for piece in frozen.pieces:
-            pieces.append(piece)
-            length += len(piece)
-            if length >= _PIECE_BYTES:
-                return b"".join(pieces), False
-        frozen.pieces = None
-        return b"".join(pieces), True
-
-    def _restore(self, held: _Client, body: wire.Restore) -> wire.Done:
-        missing = [number for number in body.places if number not in held.reserved]
-        if missing:
-            raise InvalidRequestError(f"places {missing[:3]} are not reserved for this client")
-        for number, (home, start, layout) in body.blocks.items():
-            if home not in body.places:
-                raise InvalidRequestError(f"block {number} is in place {home}, which is not of this restore")
-            if start < 0 or start + layout.nbytes > held.reserved[home].size:
-                raise InvalidRequestError(f"block {number} does not fit into place {home}")
-        numbers = {number: self.table.new_number() for number in body.blocks}
-        restored = restore_state(
-            body.state,
-            numbers,
-            {number: BlockSize(layout.nbytes, layout.rows) for number, (_, _, layout) in body.blocks.items()},
-            self.state.capacity,
-            release_claims=body.release_claims,
-        )
-        if restored.blocks().keys() != set(numbers.values()):
-            raise CheckpointError("the checkpoint has blocks that its control state does not refer to")
-        # Clients that know a partition as it was before must notice that it is another one.
-        latest = self.state.latest_version
-        for partition in restored.partitions.values():
-            partition.version = latest + 1
-        restored.latest_dropped = latest
-        self._carry_out(self.state.abort(PlaneConnectionError("the plane was replaced by a checkpoint")))
-        old = list(self.table.blocks)
-        ends: dict[int, list[int]] = {number: [] for number in body.places}
-        for home, start, layout in body.blocks.values():
-            ends[home].append(start + layout.nbytes)
-        for number, blocks_end in ends.items():
-            place = held.reserved.pop(number)
-            if not blocks_end:
-                self.storage.free(place)
-                continue
-            self.table.put_in(self.storage.shrink(place, max(max(blocks_end), 1)), len(blocks_end))
-        for number, block in body.blocks.items():
-            self.table.blocks[numbers[number]] = block
-        restored.now = self.now
-        self.state = restored
-        self.table.forget(old, self.storage)
-        for name, partition in restored.partitions.items():
-            # What was being trained may be too old to be handed out again.
-            self._carry_out(restored.advance(name, partition.flow.version))
-        self.retry_reservations()
-        return wire.Done()
 
     # Time
 
@@ -968,10 +807,10 @@ class ControlService:
         if self.journal is not None and self.next_deadline() <= self.now:
             self.journal.add(Expired(self.now))
         if self.state.next_deadline() <= self.now:
-            self._carry_out(self.state.expire(self.now))
+            self.carry_out(self.state.expire(self.now))
         while self._deadlines and self._deadlines[0][0] <= self.now:
             request = heapq.heappop(self._deadlines)[2]
-            self._carry_out(self.state.give_up(request))
+            self.carry_out(self.state.give_up(request))
             for waiting in self._waiting_reservations:
                 if waiting.request is request:
                     self._waiting_reservations.remove(waiting)
@@ -979,7 +818,7 @@ class ControlService:
                         f"no room for {waiting.nbytes:,} bytes: {self.storage.used:,} of global_segment_size "
                         f"{self.storage.limit or 0:,} are in use; nothing was written"
                     )
-                    self._send(request, wire.failure_of(error))
+                    self.send(request, wire.failure_of(error))
                     break
             self.retry_reservations()
         if self._waiting_reservations.due <= self.now:
@@ -999,18 +838,15 @@ class ControlService:
         """After a recovery: which leases there are is known to the clients that hold them, and they will say
         so; until all have, none of the places ``in_use`` is freed. Nobody is connected, so nothing is sent
         to a channel of before."""
-        self.table.keep(
-            in_use, [places for held in self._clients.values() for places in held.leases.values()]
-        )
-        for held in self._clients.values():
+        self.table.keep(in_use, [places for held in self.clients.values() for places in held.leases.values()])
+        for held in self.clients.values():
             held.leases.clear()
             held.granted = {
                 channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
             }
         self._next_lease = max(self._next_lease, first_lease)
         for request in [*self._unanswered.values(), *(work.request for work in self._work)]:
-            if request is not None:
-                request.channel = 0
+            request.channel = 0
 
     def set_clock(self, now: float, wall: float) -> None:
         """Set the time. Deadlines of before are moved if they were set by another machine's clock."""
@@ -1030,7 +866,7 @@ class ControlService:
     ) -> None:
         """A client of before is there again, holds these leases on these places, and has abandoned these
         requests."""
-        held = self._clients[client]
+        held = self.clients[client]
         for lease, numbers in leases.items():
             if lease in held.leases:
                 continue  # only the connection was lost
@@ -1044,8 +880,8 @@ class ControlService:
 
     def unreferenced(self, in_use: Mapping[int, Place]) -> list[Place]:
         """Those of the places that are in use for nobody: no sample, lease or reservation refers to them."""
-        reserved = {number for held in self._clients.values() for number in held.reserved}
-        reserved |= {held.spare.number for held in self._clients.values() if held.spare is not None}
+        reserved = {number for held in self.clients.values() for number in held.reserved}
+        reserved |= {held.spare.number for held in self.clients.values() if held.spare is not None}
         return [
             place
             for number, place in in_use.items()
@@ -1053,4 +889,4 @@ class ControlService:
         ]
 
 
-_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "dump_apart", "_frozen"})
+_NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "checkpoints"})

@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 from rlplane.errors import ClientClosedError, DataPlaneError, PlaneConnectionError
 from rlplane.service import protocol as wire
+from rlplane.service.clients import PendingRequest
 from rlplane.service.connection import encoded
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.storage.places import StorageHost
 
 __all__ = ["InProcessChannel", "InProcessConnection", "LocalService"]

@@ -61,11 +61,13 @@ __all__ = [
     "Reserve",
     "Reserved",
     "Restore",
+    "RestorePiece",
     "ServiceStatus",
     "ShouldAbort",
     "Shutdown",
     "Status",
     "Unclaim",
+    "Unload",
     "Unreserve",
     "Welcome",
     "Withdraw",
@@ -78,7 +80,7 @@ __all__ = [
     "notice_decoder",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # How a connection begins
 
@@ -322,13 +324,28 @@ class FrozenPiece(_Request):
     lease: int
 
 
-class Restore(_Request):
-    """Replace the whole state; its blocks were written to places that this client has reserved."""
+class RestorePiece(_Request):
+    """Some of what :class:`Restore` will put in the place of the whole state: blocks, which come before what
+    refers to them, and a piece of the state. Nobody sees it before."""
 
-    state: bytes
+    load: int  # chosen by the client, because it may load two checkpoints at once
+    blocks: dict[int, tuple[int, int, Layout]] = {}  # number in the state -> (place, start, layout)
+    state: bytes = b""
+
+
+class Restore(_Request):
+    """Replace the whole state by what was loaded; its blocks were written to places that this client has
+    reserved."""
+
+    load: int
     places: list[int]
-    blocks: dict[int, tuple[int, int, Layout]]  # number in the state -> (place, start, layout)
     release_claims: bool = False
+
+
+class Unload(_Request):
+    """The pieces of a checkpoint that has come so far will not be restored."""
+
+    load: int
 
 
 class Shutdown(_Request):
@@ -360,7 +377,9 @@ Request = (
     | ListIds
     | Freeze
     | FrozenPiece
+    | RestorePiece
     | Restore
+    | Unload
     | Shutdown
     | Peek
     | Count
@@ -386,7 +405,9 @@ CHANGES: frozenset[type[Request]] = frozenset(
         Commit,
         ClaimRequest,
         Clear,
+        RestorePiece,
         Restore,
+        Unload,
         Unclaim,
         DropPartition,
         Advance,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rlplane.errors import CapacityError, CheckpointError
 from rlplane.service import protocol as wire
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.service.journal import (
     Abandoned,
     Asked,

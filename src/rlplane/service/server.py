@@ -27,7 +27,8 @@ import msgspec
 
 from rlplane.errors import PlaneConnectionError
 from rlplane.service import protocol as wire
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.service.forked_dump import ForkedDumps
 from rlplane.service.framing import LONGEST, Inbox, MessageTooLong, message
 from rlplane.service.journal import Journal
@@ -109,7 +110,7 @@ class Server:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._called: deque[Callable[[], None]] = deque()
         self._dumps = ForkedDumps(self._epoll)
-        self.service.dump_apart = self._dumps.start
+        self.service.checkpoints.dump_apart = self._dumps.start
         # Requests that are handled when enough tags have been looked at, with what looks.
         self._looking: deque[tuple[Callable[[], bool], PendingRequest, wire.Envelope, bytes]] = deque()
         self._busy_since = 0.0

@@ -44,7 +44,7 @@ __all__ = [
 ALIGN = 64
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the bytes of a block mean. It is on the wire and on disk, so new fields come last, with a
     default."""
 
@@ -88,7 +88,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         return self.offsets_at
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Room for the blocks of one write. Its number is never used again; ``at`` means something to its storage
     only (in shared memory: segment, offset, and whether its pages exist; in storage units: those that were
     dead already, and have nothing of it)."""

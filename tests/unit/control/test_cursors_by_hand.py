@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.dump import dump_state
+from rlplane.control.loading import BlockSize, restore_state
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.dump import dump_state
+from rlplane.control.loading import BlockSize, restore_state
 from rlplane.control.policies import FlowPolicy
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlplane.control import conditions, cursors
-from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.dump import dump_state
+from rlplane.control.loading import BlockSize, restore_state
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

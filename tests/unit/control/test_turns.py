@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlplane.control.dump import BlockSize, dump_state, restore_state
+from rlplane.control.dump import dump_state
+from rlplane.control.loading import BlockSize, restore_state
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.loading import pieces_of
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import CapacityError, InvalidRequestError
 from rlplane.service import protocol as wire
@@ -140,6 +142,25 @@ class Desk:
             piece, is_last = self.ask(client, wire.FrozenPiece(lease)).value
             pieces.append(piece)
         return lease, wire.FrozenPlane.read(b"".join(pieces))
+
+    def restore(
+        self,
+        client: int,
+        state: bytes,
+        places: list[int],
+        blocks: Mapping[int, tuple[int, int, Layout]],
+        *,
+        cut: Callable[[bytes], Iterable[bytes]] = pieces_of,
+    ) -> PendingRequest:
+        """Load a checkpoint; the request whose answer says that it is there, or the first that is refused."""
+        request = self.post(client, wire.RestorePiece(1, dict(blocks)))
+        for piece in cut(state):
+            if isinstance(self.answers[request], wire.Failure):
+                return request
+            request = self.post(client, wire.RestorePiece(1, state=piece))
+        if isinstance(self.answers[request], wire.Failure):
+            return request
+        return self.post(client, wire.Restore(1, places))
 
     def abandon(self, request: PendingRequest) -> None:
         """What a client says of a request when its caller was interrupted."""

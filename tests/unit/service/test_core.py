@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.unit.service.service_harness import FOREVER, IDLE_SEGMENT_S, Desk, layout_of
 
 from rlplane.control.dump import dump_state
+from rlplane.control.loading import pieces_of
 from rlplane.control.rules import PartitionSpec
-from rlplane.service import core
+from rlplane.service import checkpoints
 from rlplane.service import protocol as wire
 from rlplane.service.core import PendingRequest
 from rlplane.storage.places import Layout, Place
@@ -584,7 +586,8 @@ def test_a_frozen_plane_can_be_restored_and_the_old_memory_is_recycled(desk: Des
     waiting = desk.claim(2, 5, blocking=True)
     place = desk.answers[desk.reserve(0, 4)].place
     blocks = {number: (place.number, start, layout) for number, (_, start, layout) in frozen.blocks.items()}
-    assert desk.ask(0, wire.Restore(frozen.state, [place.number], blocks)) == wire.Done()
+    restored = desk.restore(0, frozen.state, [place.number], blocks)
+    assert isinstance(desk.answers[restored], wire.Done)
     assert desk.answers[waiting].kind == "PlaneConnectionError"
     desk.service.release(0, lease)
     assert desk.ask(0, wire.ListIds("p")).value == ["a", "b"]
@@ -600,7 +603,7 @@ def test_a_large_state_is_frozen_at_one_point_of_time_and_read_in_pieces(
     desk.put(0, [f"s{number}" for number in range(50)], 1, tags=[{"v": number} for number in range(50)])
     desk.claimed(1, 5)
     whole = dump_state(desk.service.state)
-    monkeypatch.setattr(core, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(checkpoints, "_PIECE_BYTES", 100)
     lease = desk.ask(0, wire.Freeze()).lease
     read, is_whole = b"", False
     while not is_whole:
@@ -623,7 +626,7 @@ def test_nothing_is_kept_of_a_frozen_state_that_nobody_will_read(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
     desk.put(0, ["a"], 1)
-    monkeypatch.setattr(core, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(checkpoints, "_PIECE_BYTES", 100)
     request = desk.post(0, wire.Freeze())
     lease = desk.answers[request].lease
     if ended == "released":
@@ -631,11 +634,12 @@ def test_nothing_is_kept_of_a_frozen_state_that_nobody_will_read(
     elif ended == "abandoned":
         desk.abandon(request)
     elif ended == "service restarted":
-        desk.service._frozen.clear()  # it is not dumped, and the client says again which leases it holds
+        # It is not dumped, and the client says again which leases it holds.
+        desk.service.checkpoints.frozen.clear()
     asker = 1 if ended == "other client" else 0
     assert desk.ask(asker, wire.FrozenPiece(lease)).kind == "MissingDataError"
-    assert bool(desk.service._frozen) == (ended == "other client")
-    assert "_frozen" not in desk.service.dump()
+    assert bool(desk.service.checkpoints.frozen) == (ended == "other client")
+    assert "checkpoints" not in desk.service.dump()
 
 
 def test_clients_that_knew_the_old_schema_are_told_after_a_restore(desk: Desk) -> None:
@@ -644,7 +648,7 @@ def test_clients_that_knew_the_old_schema_are_told_after_a_restore(desk: Desk) -
     other.register(fields=["x", "new"])
     _, frozen = other.freeze(0)
     known = desk.ask(1, wire.Describe("p")).version
-    assert desk.ask(0, wire.Restore(frozen.state, [], {})) == wire.Done()
+    assert isinstance(desk.answers[desk.restore(0, frozen.state, [], {})], wire.Done)
     assert desk.answers[desk.commit(1, ["a"], None, version=known)].kind == "StaleSpecError"
     assert desk.ask(1, wire.Describe("p")).spec.fields == ["x", "new"]
 
@@ -656,10 +660,11 @@ def test_a_restore_that_makes_no_sense_is_refused_and_changes_nothing(desk: Desk
     desk.service.release(0, lease)
     place = desk.answers[desk.reserve(0, 1)].place
     state, places = frozen.state, [place.number]
+    cut: Callable[[bytes], Iterable[bytes]] = pieces_of
     ((number, (_, start, layout)),) = frozen.blocks.items()
     blocks = {number: (place.number, start, layout)}
     if fault == "bytes":
-        state = state[:-1]
+        cut = lambda state: [piece[:-1] for piece in pieces_of(state)]  # noqa: E731
     elif fault == "place":
         places = [place.number, 99]
     elif fault == "home":
@@ -672,7 +677,7 @@ def test_a_restore_that_makes_no_sense_is_refused_and_changes_nothing(desk: Desk
         blocks = {}
     else:
         blocks[number + 100] = (place.number, start, layout)
-    answer = desk.ask(0, wire.Restore(state, places, blocks))
+    answer = desk.answers[desk.restore(0, state, places, blocks, cut=cut)]
     assert answer.kind in ("CheckpointError", "InvalidRequestError")
     assert desk.ask(0, wire.ListIds("p")).value == ["a"]
     desk.ask(0, wire.Unreserve(place.number))
@@ -809,15 +814,15 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_counted(self) -> None:
         service, arena = self.desk.service, self.desk.host.arena
-        held = [place for client in service._clients.values() for place in client.reserved.values()]
-        spares = [client.spare for client in service._clients.values() if client.spare is not None]
+        held = [place for client in service.clients.values() for place in client.reserved.values()]
+        spares = [client.spare for client in service.clients.values() if client.spare is not None]
         committed = sum(self._held_bytes(place) for place in service.table.places.values())
         frozen = sum(self._kept_bytes(place) for place in service.table._to_free)
         assert arena.used == sum(e.size for e in [*held, *spares]) + committed + frozen
-        assert service._frozen or not service.table._to_free
+        assert service.checkpoints.frozen or not service.table._to_free
         assert {e.number for e in held} == {e.number for mine in self.reserved.values() for e in mine}
         references = [home for home, _, _ in service.table.blocks.values()]
-        leases = [lease for client in service._clients.values() for lease in client.leases.values()]
+        leases = [lease for client in service.clients.values() for lease in client.leases.values()]
         counted = Counter([*references, *itertools.chain.from_iterable(leases)])
         assert service.table.references == counted
         assert service.table.places.keys() == counted.keys()
@@ -847,7 +852,7 @@ class ServiceMachine(RuleBasedStateMachine):
                     if (block, row) not in live:
                         needed[start + row * size : start + (row + 1) * size] = False
         pages_needed = int(needed.reshape(-1, PAGE).any(axis=1).sum())
-        is_read = any(place.number in lease for c in service._clients.values() for lease in c.leases.values())
+        is_read = any(place.number in lease for c in service.clients.values() for lease in c.leases.values())
         is_read |= service.table._is_frozen(place.number)
         assert kept >= PAGE * pages_needed if is_read else kept == PAGE * pages_needed
         return kept

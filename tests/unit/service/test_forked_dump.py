@@ -14,7 +14,7 @@ import pytest
 from tests.unit.service.test_server import SPEC, RunningServer, claim, ids_of, in_thread, put, wait_until
 
 from rlplane.control.dump import StateDump, dump_state
-from rlplane.service import core
+from rlplane.service import checkpoints
 from rlplane.service import protocol as wire
 from rlplane.service.connection import SocketConnection
 from rlplane.service.journal import Joined, Journal, read_records
@@ -24,8 +24,8 @@ IDS = [f"s{number}" for number in range(20)]
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr(core, "_MANY_SAMPLES", 10)
-    monkeypatch.setattr(core, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(checkpoints, "_MANY_SAMPLES", 10)
+    monkeypatch.setattr(checkpoints, "_PIECE_BYTES", 100)
     running = RunningServer(f"unix://{tmp_path}/service.sock")
     yield running
     running.close()
@@ -128,7 +128,7 @@ def test_a_client_that_goes_before_the_dump_is_there_leaves_nothing(
     may_go_on.touch()
     wait_until(lambda: not plane.in_loop(lambda: len(plane.server._dumps)))
     wait_until(lambda: plane.status()["leases"] == 0)
-    assert not plane.in_loop(lambda: plane.server.service._frozen)
+    assert not plane.in_loop(lambda: plane.server.service.checkpoints.frozen)
 
 
 @pytest.mark.usefixtures("may_go_on")

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
-from rlplane.control import clearing
+from rlplane.control import clearing, loading
+from rlplane.control.dump import dump_state
+from rlplane.control.loading import pieces_of
+from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
+from rlplane.control.state import ControlState
 from rlplane.errors import UnknownPartitionError
 from rlplane.service import protocol as wire
 from rlplane.service.core import ControlService, PendingRequest
@@ -178,4 +182,44 @@ def test_a_clear_that_is_abandoned_is_done_and_its_answer_not_kept(tmp_path: Pat
     while plane.service.has_work:
         plane.service.go_on()
     assert plane.service.state.live == 0
-    assert 3 not in plane.service._clients[0].answers
+    assert 3 not in plane.service.clients[0].answers
+
+
+@pytest.mark.parametrize("come", range(12))
+def test_a_load_goes_on_where_it_was_when_the_service_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, come: int
+) -> None:
+    monkeypatch.setattr(loading, "_SAMPLES_AT_ONCE", AT_ONCE)
+    state = ControlState()
+    state.register(PartitionSpec.checked("loaded", ["x"], 100, ["t"]))
+    state.put(Put("loaded", IDS, {}))
+    pieces = [wire.RestorePiece(5, state=piece) for piece in pieces_of(dump_state(state))]
+    assert len(pieces) == 10
+    plane = JournaledPlane(tmp_path)
+    plane.ask(1, wire.Register(PartitionSpec.checked("old", ["x"], 100, ["t"])))
+    plane.ask(2, wire.Commit("old", 1, IDS, [], [], None, 0, FOREVER))
+    requests: list[wire.Request] = [*pieces, wire.Restore(5, [])]
+    for number, request in enumerate(requests[:come], 10):
+        plane.ask(number, request)
+    plane.die()
+    assert list(plane.service.state.partitions) == ["old" if come < len(requests) else "loaded"]
+    # Whether the last one was answered the client does not know.
+    for number, request in list(enumerate(requests, 10))[max(come - 1, 0) :]:
+        plane.answers.pop((0, number), None)
+        plane.ask(number, request)
+    while plane.service.has_work:
+        plane.service.go_on()
+    assert plane.answers[0, 20] == wire.Done(len(IDS))
+    assert list(plane.service.state.partitions) == ["loaded"]
+    assert list(plane.service.state.partition("loaded").rows) == IDS
+    assert plane.service.state.live == len(IDS) and not plane.service.clients[0].loading
+
+
+def test_samples_that_are_replaced_by_a_load_go_in_slices(desk: Desk) -> None:
+    request = desk.restore(0, dump_state(ControlState()), [], {})
+    assert request not in desk.answers and desk.service.state.partitions == {}
+    desk.register()
+    desk.put(0, IDS[:2])
+    assert finish(desk) == 9
+    assert desk.answers[request] == wire.Done(len(IDS))
+    assert desk.service.state.live == 2 and desk.used == PAGE

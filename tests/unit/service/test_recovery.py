@@ -27,6 +27,7 @@ from rlplane.service import journal as journal_module
 from rlplane.service import protocol as wire
 from rlplane.service.core import ControlService, PendingRequest
 from rlplane.service.journal import Journal
+from rlplane.service.long_work import LongWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -97,7 +98,7 @@ class JournaledDesk:
         pick, client = self.random, self.random.choice(CLIENTS)
         self.service.now += pick.choice([0.01, 0.1, 1.0]) * pick.random()
         self.service.wall = self.service.now + 1000
-        if client not in self.service._clients:
+        if client not in self.service.clients:
             self.service.connect(client, f"secret {client}")
             self._flush()
             return
@@ -193,7 +194,7 @@ class JournaledDesk:
 def picture(service: ControlService) -> dict[str, Any]:
     """Everything that a client could find out, and nothing that depends on who reads at the moment."""
     leased: dict[int, int] = {}
-    for held in service._clients.values():
+    for held in service.clients.values():
         for numbers in held.leases.values():
             for number in numbers:
                 leased[number] = leased.get(number, 0) + 1
@@ -215,15 +216,15 @@ def picture(service: ControlService) -> dict[str, Any]:
         "references": {n: count for n, count in references.items() if count},
         "clients": {
             client: (dict(held.reserved), held.spare, dict(held.answers), list(held.abandoned))
-            for client, held in service._clients.items()
+            for client, held in service.clients.items()
         },
     }
 
 
-def work_picture(work: Any) -> list[Any]:
-    rest = work.clearing
-    asked = work.request and (work.request.client, work.request.number, work.request.remembered)
-    return [asked, rest._ids, rest._at, rest.count, partition_picture(rest.partition)]
+def work_picture(work: LongWork) -> list[Any]:
+    asked = work.request
+    rest = [(each._ids, each._at, each.count, partition_picture(each.partition)) for each in work._clearings]
+    return [asked.client, asked.number, asked.remembered, rest]
 
 
 def line_picture(line: WaitingLine[Any]) -> list[Any]:
@@ -309,7 +310,7 @@ def _repeat_some_requests(desk: JournaledDesk, service: ControlService) -> None:
     again: list[Any] = []
     service.deliver = lambda request, answer: again.append(answer)
     for client, number, request, _ in desk.asked[-8:]:
-        held = service._clients.get(client)
+        held = service.clients.get(client)
         if held is None or type(request) not in wire.CHANGES:
             continue
         is_known = number in held.answers or (client, number) in service._unanswered

@@ -578,7 +578,7 @@ def test_answers_are_not_remembered_for_as_long_as_another_call_waits(address: s
     wait_until(lambda: plane.waiting() == 1)
     for number in range(100):
         put(client, f"s{number}")
-    remembered = plane.in_loop(lambda: len(plane.server.service._clients[client.client].answers))
+    remembered = plane.in_loop(lambda: len(plane.server.service.clients[client.client].answers))
     assert remembered < 5
     put(client, "the last one")
     waiting.join(60)
