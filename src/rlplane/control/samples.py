@@ -93,7 +93,8 @@ class SampleTable:
         field = name
         while field not in self.columns and "." in field:
             field = field.rpartition(".")[0]
-        return field if field in self.columns else name
+        # Without a path it would be the whole row.
+        return field if field in self.columns and name != field + "." else name
 
     def locate(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, Pieces]:
         """Where each field of the samples is."""

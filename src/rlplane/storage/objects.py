@@ -174,9 +174,10 @@ def _sealed(value: Any, where: str, allow_pickle: bool, bulk: Keeper | None = No
         detail = f"a numpy array of dtype {value.dtype}"
     else:
         detail = f"a {kind.__module__}.{kind.__qualname__}"
+    arrays = "numpy arrays of numbers or text" if bulk is None else "tensors, numpy arrays of numbers or text"
     raise UnsupportedValueError(
         f"{where} holds {detail}; objects may be None, bool, int, float, str, bytes, list, dict with string "
-        "keys and numpy arrays of numbers or text, or, with allow_pickle: true in the config, what pickles"
+        f"keys and {arrays}, or, with allow_pickle: true in the config, what pickles"
     )
 
 

@@ -269,7 +269,7 @@ class _Opener:
 
 def references_in(structure: memoryview) -> list[tuple[int, int]]:
     """Where the bytes begin and end that one row refers to."""
-    return [(at, at + size) for _, at, size in _walk(_lazily.decode(structure), "") if size]
+    return [(at, at + size) for _, at, size in _walk(_lazily.decode(structure)) if size]
 
 
 def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0) -> tuple[list[str], Pieces]:
@@ -286,7 +286,7 @@ def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0)
     found: list[tuple[int, int, int, int]] = []
     for row in range(len(offsets) - 1):
         tree = _lazily.decode(structures[offsets[row] - begin : offsets[row + 1] - begin])
-        for path, at, size in _walk(tree, ""):
+        for path, at, size in _walk(tree):
             if size:
                 leaf = leaves.setdefault(path, len(leaves))
                 found.append((row, leaf, at, at + size))
@@ -296,15 +296,15 @@ def pieces_of(structures: memoryview, offsets: Sequence[int], *, begin: int = 0)
 _lazily = msgspec.msgpack.Decoder()  # leaves what stands for a value as it is
 
 
-def _walk(tree: Any, path: str) -> Iterator[tuple[str, int, int]]:
+def _walk(tree: Any, path: str | None = None) -> Iterator[tuple[str, int, int]]:
     """The paths of all tensors and arrays, where they begin, and how many bytes they have."""
     if type(tree) is Ext:
         if tree.code in (_TENSOR, _ARRAY):
             _, _, at, size = _references.decode(tree.data)
-            yield path, at, size
+            yield path or "", at, size
     elif type(tree) is dict or type(tree) is list:
         for key, item in tree.items() if type(tree) is dict else enumerate(tree):
-            yield from _walk(item, f"{path}.{key}" if path else str(key))
+            yield from _walk(item, str(key) if path is None else f"{path}.{key}")
 
 
 def _leaf_of(tree: Any, path: str, name: str) -> Any:
@@ -321,10 +321,12 @@ _NOTHING = object()
 def _descend(tree: Any, path: str) -> Any:
     """What is at ``path``. A key may itself have dots in it."""
     if type(tree) is list:
-        head, _, rest = path.partition(".")
-        if not head.isdecimal() or int(head) >= len(tree):
+        head, dot, rest = path.partition(".")
+        # As it is counted, and not "00": in a storage of chunks, only those were fetched that a path names.
+        place = int(head) if head.isdecimal() else -1
+        if str(place) != head or place >= len(tree):
             return _NOTHING
-        return _descend(tree[int(head)], rest) if rest else tree[int(head)]
+        return _descend(tree[place], rest) if dot else tree[place]
     if type(tree) is not dict:
         return _NOTHING
     if path in tree:

@@ -361,7 +361,15 @@ def test_a_leaf_is_named_by_its_path(blocks: Blocks, path: str, leaf: Any) -> No
     assert is_same(blocks.get([(0, 4), (0, 1)], path).tolist(), [leaf(ROWS[4]), leaf(ROWS[1])])
 
 
-@pytest.mark.parametrize("path", ["nope", "grid.1", "grid.x", "pixels.big.0", "a"])
+def test_keys_that_are_empty_or_have_dots_name_a_leaf_like_others(blocks: Blocks) -> None:
+    leaf = torch.arange(1000)
+    rows = [{"": {"x": leaf, "": leaf + 1}, "a": [{"": leaf + 2, "b.": leaf + 3}], "many": torch.zeros(3000)}]
+    blocks.put(stack(rows), 1)
+    for number, path in enumerate([".x", ".", "a.0.", "a.0.b."]):
+        assert is_same(blocks.get([(0, 0)], path).tolist(), [leaf + number]), path
+
+
+@pytest.mark.parametrize("path", ["nope", "grid.1", "grid.x", "grid.00", "grid.٠", "pixels.big.0", "a", "."])
 def test_a_path_that_leads_nowhere_is_an_error(blocks: Blocks, path: str) -> None:
     blocks.put(stack(ROWS), 6)
     with pytest.raises(MissingDataError, match=f"field 'f': a row has nothing at '{path}'"):

@@ -147,6 +147,7 @@ def a_leaf_that_a_row_does_not_have_is_an_error(plane: PlaneUnderTest) -> None:
     refuses(
         KeyError, "reading mm.image of a row without it", part.get, "ab", ["mm.image"], mentions=["image"]
     )
+    refuses(KeyError, "reading mm. of rows without an empty key", part.get, "ab", ["mm."], mentions=["mm."])
     refuses(KeyError, "reading a leaf of an unknown field", part.get, "ab", ["nn.image"], mentions=["nn"])
 
 
