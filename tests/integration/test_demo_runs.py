@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,10 @@ from rlplane.demo.stages import prompt_number
 pytestmark = pytest.mark.timeout(1500)
 
 Start = Callable[..., DemoProcess]
+
+# Where it does not matter what is learned: short steps; and more of them than a test needs.
+SHORT = ("--groups-per-step", "8")
+LONG_RUN = (*SHORT, "--steps", "400")
 
 
 @pytest.fixture
@@ -83,14 +88,15 @@ def check_prompts_and_bound(run_dir: Path, steps: int, summary: dict[str, Any]) 
 
 def test_it_runs_in_one_process_with_threads(start: Start) -> None:
     slow = ("--policy", "ready_first", "--slow-groups", "0.1")
-    run_dir = check_complete(start("--backend", "memory", "--steps", "3", "--dp-world", "2", *slow), 3)
+    demo = start("--backend", "memory", "--steps", "3", "--dp-world", "2", *slow, *SHORT)
+    run_dir = check_complete(demo, 3)
     # Prompts are admitted for steps, and nothing is thrown away.
-    assert all(line["judged"] == 8 * 64 for line in lines_of(run_dir / "steps.jsonl"))
+    assert all(line["judged"] == 8 * 8 for line in lines_of(run_dir / "steps.jsonl"))
     assert not [line for line in lines_of(run_dir / "dropped.jsonl") if line["reason"] == "too old"]
 
 
 def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
-    demo = start("--steps", "4", "--max-staleness", "1", "--slow-groups", "0.1")
+    demo = start("--steps", "4", "--max-staleness", "1", "--slow-groups", "0.1", *SHORT)
     run_dir = check_complete(demo, 4)
     workers = {path.stem for path in run_dir.glob("*-*.log")}
     assert workers == {"train-0", "rollout-0", "rollout-1", "score-0"}
@@ -117,14 +123,13 @@ def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
 @pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
 def test_it_runs_on_ray_with_the_same_code(start: Start, ray_cluster: str, backend: str) -> None:
     environment = {"RAY_ADDRESS": ray_cluster, "RLPLANE_TRANSFER_QUEUE__NODE_IP": "127.0.0.2"}
-    check_complete(
-        start("--impl", "transfer_queue", "--backend", backend, "--steps", "3", environment=environment), 3
-    )
+    options = ("--impl", "transfer_queue", "--backend", backend, "--steps", "3", *SHORT)
+    check_complete(start(*options, environment=environment), 3)
 
 
 def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start: Start) -> None:
-    demo = start("--steps", "4", "--policy", "in_order", "--max-staleness", "1")
-    demo.wait_for("step    2/4")
+    demo = start(*LONG_RUN, "--policy", "in_order", "--max-staleness", "1")
+    demo.wait_for("step   10/400")
     demo.ctrl_c()
     code, summary = demo.finish()
     assert code == 130, demo.stderr
@@ -135,7 +140,8 @@ def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start
     first = json.loads((run_dir / "report.json").read_text())
     assert first["state"] == "INTERRUPTED"
     assert "INTERRUPTED" in (run_dir / "report.txt").read_text()
-    check_complete(start("--resume", str(run_dir)), 4)
+    steps = summary["steps"] + 3
+    check_complete(start("--resume", str(run_dir), "--steps", str(steps)), steps)
     both = json.loads((run_dir / "report.json").read_text())
     assert (both["run_id"], both["started_ns"]) == (first["run_id"], first["started_ns"])
     assert both["elapsed_s"] > first["elapsed_s"]
@@ -148,7 +154,7 @@ def test_ctrl_c_ends_it_in_order_and_it_goes_on_with_the_samples_in_flight(start
 
 
 def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
-    demo = start("--steps", "8")
+    demo = start(*LONG_RUN)
     demo.wait_for("watch it from another terminal")
     demo.ctrl_c()
     code, summary = demo.finish()
@@ -160,8 +166,8 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(start: Start) -> None:
 
 
 def test_workers_that_are_killed_are_replaced_and_no_sample_is_lost(start: Start) -> None:
-    demo = start("--steps", "8", "--chaos", "--chaos-every", "1", "--policy", "weight_fifo")
-    run_dir = check_complete(demo, 8)
+    demo = start(*SHORT, "--steps", "24", "--chaos", "--chaos-every", "0.5", "--policy", "weight_fifo")
+    run_dir = check_complete(demo, 24)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["deaths"] and summary["service_deaths"]
     for death in summary["service_deaths"]:
@@ -173,8 +179,8 @@ def test_workers_that_are_killed_are_replaced_and_no_sample_is_lost(start: Start
 
 
 def test_a_trainer_that_dies_ends_the_run_as_failed_and_leaves_nothing(start: Start) -> None:
-    demo = start("--steps", "12")
-    demo.wait_for("step    1/12")
+    demo = start(*LONG_RUN)
+    demo.wait_for("step   10/400")
     os.kill(process_of("train-0", demo), signal.SIGKILL)
     code, summary = demo.finish()
     assert code == 4 and not summary
@@ -191,9 +197,10 @@ def process_of(worker: str, demo: DemoProcess) -> int:
 
 
 def test_when_the_job_itself_is_killed_everything_else_ends_too(start: Start) -> None:
-    demo = start("--steps", "12")
-    demo.wait_for("step    1/12")
-    assert len(demo.processes()) >= 6
+    demo = start(*LONG_RUN)
+    demo.wait_for("step   10/400")
+    # The job, the aggregator, the service, four workers and what they are forked from.
+    assert len(demo.processes()) >= 8
     demo.process.kill()
     demo.process.wait()
     demo.wait_until_nothing_is_left()
@@ -203,11 +210,13 @@ def test_a_job_that_was_killed_as_a_whole_goes_on_with_every_prompt_and_within_t
     start: Start, tmp_path: Path
 ) -> None:
     how = ("--max-staleness", "1", "--slow-groups", "0.1", "--checkpoint-every", "0.5")
-    demo = start("--steps", "4", *how)
-    demo.wait_for("step    2/4")
+    demo = start(*LONG_RUN, *how)
+    demo.wait_for("step   10/400")
     demo.kill_everything()
     (run_dir,) = [path.parent for path in tmp_path.glob("*/run.json")]
-    check_complete(start("--resume", str(run_dir)), 4)
+    # It says every tenth.
+    steps = 13 + max(map(int, re.findall(r"step +(\d+)/400", demo.stderr)))
+    check_complete(start("--resume", str(run_dir), "--steps", str(steps)), steps)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +238,7 @@ def test_what_cannot_run_is_refused_at_once(start: Start, options: list[str], me
 @pytest.mark.slow
 def test_it_learns(start: Start) -> None:
     began = time.monotonic()
-    demo = start("--seed", "1", "--steps", "70")
+    demo = start("--seed", "1", "--letters", "4", "--groups-per-step", "32", "--steps", "80")
     code, summary = demo.finish()
     assert code == 0, demo.stderr
     assert summary["reward_first"] < 0.3

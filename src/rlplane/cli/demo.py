@@ -29,6 +29,7 @@ __all__ = ["demo"]
 
 _Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 _NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
+_Letters = Annotated[int, Parameter(validator=Number(gte=3, lte=10))]
 _Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 _BACKENDS = {"local": ["shm", "memory"], "transfer_queue": ["simple", "mooncake_cpu"]}
 
@@ -42,6 +43,8 @@ def demo(
     policy: Literal["windowed", "ready_first", "weight_fifo", "in_order"] | None = None,
     max_staleness: _NotNegative | None = None,
     slow_groups: _Share | None = None,
+    letters: _Letters | None = None,
+    groups_per_step: _Positive | None = None,
     dp_world: _Positive | None = None,
     chaos: Flag = False,
     chaos_every: Annotated[float, Parameter(validator=Number(gt=0))] = 5.0,
@@ -69,6 +72,10 @@ def demo(
         How many weight versions old a group may be when it is trained. Default 3.
     slow_groups
         The share of the groups that take ten times as long, such as 0.1. Default 0.
+    letters
+        The length of the longest string that is to be turned around. Default 10; fewer are learned sooner.
+    groups_per_step
+        How many groups of eight answers a step learns from. Default 64; with fewer, a step is shorter.
     dp_world
         Shard each batch by length for this many data-parallel ranks. Default 1.
     chaos
@@ -94,6 +101,8 @@ def demo(
         "policy": policy,
         "max_staleness": max_staleness,
         "slow_groups": slow_groups,
+        "letters": letters,
+        "groups_per_step": groups_per_step,
         "dp_world": dp_world,
         "trace_attempts": True if chaos else None,
     }
@@ -167,15 +176,15 @@ def _resolve(
             f"{resume} cannot be resumed: it has no checkpoint, as an interrupted or killed run leaves one",
             ExitCode.USAGE,
         )
-    for name in ("seed", "policy", "max_staleness"):
-        if changes.get(name, earlier["settings"][name]) != earlier["settings"][name]:
+    before = Settings(**earlier["settings"])
+    for name in ("seed", "policy", "max_staleness", "letters", "groups_per_step"):
+        if changes.get(name, getattr(before, name)) != getattr(before, name):
             option = f"--{name.replace('_', '-')}"
             raise CommandError(f"{option} of a run that goes on cannot be changed", ExitCode.USAGE)
     engine = (earlier["impl"], earlier["backend"])
     if (impl or engine[0], backend or engine[1]) != engine:
         raise CommandError(f"{resume} ran on {'/'.join(engine)}, and goes on there", ExitCode.USAGE)
-    settings = replace(Settings(**earlier["settings"]), **changes)
-    return settings, engine, resume
+    return replace(before, **changes), engine, resume
 
 
 def _new_directory(out: Path) -> Path:

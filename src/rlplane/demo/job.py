@@ -21,7 +21,7 @@ from rlplane.adapters.checkpoint import latest_checkpoint
 from rlplane.demo.progress import ProgressReader, steps_in
 from rlplane.demo.redirect import redirected
 from rlplane.demo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
-from rlplane.demo.workers import Worker, start_worker
+from rlplane.demo.workers import Worker, prepare_processes, start_worker
 from rlplane.metrics.launcher import start_aggregator
 from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME
 
@@ -176,6 +176,8 @@ class Job:
         checkpoint = checkpoint_of(self.run_dir)
         note = {"impl": self.impl, "backend": self.backend, "settings": asdict(self.settings)}
         (self.run_dir / RUN_NAME).write_text(json.dumps(note))
+        if self.backend == "shm":
+            prepare_processes()  # by the time that there is a plane it is ready
         # A run that was killed as a whole has no final snapshot: what it measured until then is gone.
         measured = checkpoint is not None and (self.run_dir / FINAL_SNAPSHOT_NAME).exists()
         aggregator = self.aggregator = start_aggregator(

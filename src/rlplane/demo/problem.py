@@ -16,10 +16,10 @@ def encode(text: str) -> list[int]:
     return [EQUALS if c == "=" else FIRST_LETTER + LETTERS.index(c) for c in text]
 
 
-def make_prompt(seed: int, number: int) -> list[int]:
+def make_prompt(seed: int, number: int, most_letters: int = MAX_LETTERS) -> list[int]:
     """Prompt ``number`` of the run with this seed: always the same, so that a resumed run goes on with it."""
     rng = random.Random(f"{seed}/{number}")
-    letters = rng.choices(LETTERS, k=rng.randint(MIN_LETTERS, MAX_LETTERS))
+    letters = rng.choices(LETTERS, k=rng.randint(MIN_LETTERS, most_letters))
     return encode("".join(letters) + "=")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlplane import DataPlaneClient, FlowPolicy, KVBatchMeta
+from rlplane.demo.problem import MAX_LETTERS
 
 # Partitions. Each is a flow of its own, with its own schema and consumers.
 ROLLOUTS, WEIGHTS, PROGRESS = "rollouts", "weights", "progress"
@@ -35,6 +36,7 @@ class Settings:
 
     seed: int = 0
     steps: int = 80
+    letters: int = MAX_LETTERS  # of the longest string
     groups_per_step: int = 64
     group_size: int = 8
     policy: str = "windowed"

@@ -144,8 +144,8 @@ class Trainer:
         again, self.again = self.again[:groups], self.again[groups:]
         fresh = range(self.counts.prompts, self.counts.prompts + groups - len(again))
         names = [*again, *(f"p{number}" for number in fresh)]
-        size, seed = self.settings.group_size, self.settings.seed
-        prompts = [make_prompt(seed, prompt_number(name)) for name in names for _ in range(size)]
+        s, size = self.settings, self.settings.group_size
+        prompts = [make_prompt(s.seed, prompt_number(name), s.letters) for name in names for _ in range(size)]
         ids = [f"{name}_g{i}" for name in names for i in range(size)]
         rows = {PROMPT[0]: [torch.tensor(prompt) for prompt in prompts]}
         packed = pack_jagged_fields(rows, lengths=[len(p) for p in prompts], token_aligned_fields=PROMPT)

@@ -1,20 +1,16 @@
-"""Where the stages run: as threads, as processes, or as Ray actors. Their code is the same in each.
-
-``python -m rlplane.demo.workers`` is a worker process: it reads its assignment (a stage, config and settings)
-from stdin, works until SIGTERM, and then finishes the batch that it has in hand.
-"""
+"""Where the stages run: as threads, as processes, or as Ray actors. Their code is the same in each."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +20,9 @@ from rlplane import DataPlaneClient, PlaneConnectionError, build_data_plane_clie
 from rlplane.demo.settings import PROGRESS, Settings, Stop
 from rlplane.demo.stages import rollout, score
 from rlplane.demo.trainer import train
+from rlplane.interfaces import ADDRESS_VARIABLE
 
-__all__ = ["Worker", "start_worker"]
+__all__ = ["Worker", "prepare_processes", "start_worker"]
 
 _STAGES: dict[str, Callable[..., None]] = {"rollout": rollout, "score": score, "train": train}
 # Where cores are few, the trainer and the plane go first, and rollouts get the rest of the CPU time.
@@ -103,28 +100,25 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """For shared memory: a process of its own, in a group of its own, so that Ctrl-C in the terminal goes to
-    the job alone, which then ends its workers in order. Not in a session of its own: Linux shares the cores
-    out among sessions, and then a worker's niceness would not count beside the others."""
+    """For shared memory: a process of its own. Not in a session of its own: Linux shares the cores out among
+    sessions, and then a worker's niceness would not count beside the others."""
 
     def __init__(self, assignment: _Assignment, log: Path) -> None:
         self.name = assignment["name"]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlplane.demo.workers"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-            )
-        self.pid = self._process.pid
-        assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(json.dumps(assignment).encode())
+        prepare_processes()
+        # What the processes are forked from was there before the plane, and has not inherited its address.
+        address = {"controller_address": os.environ[ADDRESS_VARIABLE]}
+        assignment = {**assignment, "config": {**assignment["config"], **address}}
+        # Daemon: should the job fail in an unforeseen way, its end does not wait for this one.
+        self._process = _FORKS.Process(
+            target=_work_in_process, args=(assignment, log), name=self.name, daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid or 0
 
     @property
     def exit_code(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     def stop(self) -> None:
         self._process.terminate()
@@ -133,11 +127,26 @@ class ProcessWorker:
         self._process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        self._process.join(timeout_s)
+        return self._process.exitcode is not None
+
+
+# To load torch takes seconds of CPU time. One process does it for all workers, which are forked from it. It
+# does nothing else, so there is no lock, socket or half-done computation that a fork could copy.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+
+
+def prepare_processes() -> None:
+    """Start the process that workers are forked from, unless it runs; it needs some seconds to be ready."""
+    resource_tracker.ensure_running()  # which would unblock below what is blocked
+    # What is blocked here is blocked in that process and in the workers: Ctrl-C in the terminal goes to the
+    # job alone, which then ends them in order.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RayWorker:
@@ -206,17 +215,15 @@ def _run_stage(assignment: _Assignment, client: DataPlaneClient, stop: Stop) -> 
     stage(client, Settings(**assignment["settings"]), assignment["name"], stop)
 
 
-def main() -> None:
-    """A worker process."""
+def _work_in_process(assignment: _Assignment, log: Path) -> None:
+    """Work until SIGTERM, then finish the batch in hand."""
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    assignment = json.load(sys.stdin)
     try:
         _run_with_own_client(assignment, stopping.is_set)
     except PlaneConnectionError as error:
         # The plane ends with the job, so there is nothing left to do.
         sys.exit(f"{assignment['name']}: {error}")
-
-
-if __name__ == "__main__":
-    main()
