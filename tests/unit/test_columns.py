@@ -1,8 +1,9 @@
 """kv_first_write, read_columns and write_columns, through the memory engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,6 +195,39 @@ def test_tokens_are_not_cut_off_as_padding_of_the_other_side(client: DataPlaneCl
         write_ids(client, left, lengths=[2, 4])
     assert client.list_sample_ids("train") == []
     assert write_ids(client, left, lengths=[2, 4], padding="right") == [[0, 0], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.tensor,
+        np.array,
+        lambda rows: [torch.tensor(row) for row in rows],
+        lambda rows: [np.array(row) for row in rows],
+        lambda rows: rows,
+        lambda rows: np.array(rows, np.uint32),
+    ],
+    ids=["tensor", "array", "tensors", "arrays", "lists", "uint32"],
+)
+def test_padding_is_checked_in_every_form_that_a_column_may_have(
+    client: DataPlaneClient, form: Callable[[Any], Any]
+) -> None:
+    batch = {"input_ids": form([[0, 0, 1, 2], [1, 2, 3, 4]])}
+    how: dict[str, Any] = {"sample_ids": ["a", "b"], "dp_client": client, "partition_id": "train"}
+    with pytest.raises(ValueError, match=r"field 'input_ids'.* such as 1 and 2.*padding=\"left\""):
+        kv_first_write(batch, **how, lengths=[2, 4])
+    assert client.list_sample_ids("train") == []
+    meta = kv_first_write(batch, **how, lengths=[2, 4], padding="left")
+    assert [row.tolist() for row in client.get_data(meta)["input_ids"].unbind()] == [[1, 2], [1, 2, 3, 4]]
+
+
+def test_what_is_said_to_be_per_token_is_never_left_as_it_is(client: DataPlaneClient) -> None:
+    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    with pytest.raises(ValueError, match="the length of row 1 is 5; it must be between 0 and 4"):
+        write_ids(client, ids, "logprobs", lengths=[4, 5], token_aligned_fields=["logprobs"])
+    with pytest.raises(ValueError, match=r"token_aligned_fields .* not 'logprobs'"):
+        write_ids(client, ids, "logprobs", lengths=[4, 4], token_aligned_fields="logprobs")
+    assert client.list_sample_ids("train") == []
 
 
 def test_only_fields_with_a_usual_name_are_cut_unless_told_otherwise(client: DataPlaneClient) -> None:

@@ -107,7 +107,7 @@ def pack_per_token_field(
 
     Args:
         val: A padded ``[N, S, ...]`` tensor; a nested tensor, whose rows must have these lengths
-            already; or a sequence of rows, each at least as long as its length.
+            already; or a sequence of rows (tensors, arrays, lists), each at least as long as its length.
         lengths: The number of tokens of each row; None when ``attention_mask`` says it.
         padding: On which side the rows are padded; on the right by default.
         attention_mask: Instead of ``padding``: 1 where a token is, ``[N, S]``.
@@ -322,9 +322,13 @@ def _pack_tokens(value: Any, spans: TokenSpans) -> Tensor:
     value = _numbers_as_tensor(value)
     counts = spans.counts
     if not isinstance(value, Tensor):
-        rows = list(value)
+        rows = [
+            _numbers_as_tensor(np.asarray(row) if isinstance(row, (list, tuple)) else row) for row in value
+        ]
         if len(rows) != len(counts):
             raise InvalidRequestError(f"a column of {len(counts)} rows is needed; got {len(rows)} rows")
+        if not all(isinstance(row, Tensor) for row in rows):
+            raise InvalidRequestError("a column per token has rows of numbers; it has rows of something else")
         for index, (row, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
             if row.dim() == 0 or row.shape[0] < count:
                 raise InvalidRequestError(f"row {index} has {_describe(row)} for a length of {count}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from rlplane.columns.codec import TOKEN_ALIGNED_FIELDS, PadValue, materialize, pack_jagged_fields
-from rlplane.columns.padding import Lengths, PaddingSide, check_cut_off, token_spans
+from rlplane.columns.padding import Lengths, PaddingSide, check_cut_off, check_width, token_spans
 from rlplane.errors import InvalidRequestError
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, KVBatchMeta
 
@@ -163,6 +163,10 @@ def _pack(
     """The columns to put, and the lengths of their rows if those are known."""
     if not fields:
         raise InvalidRequestError("no fields were given; to write tags alone, use client.put_samples")
+    if isinstance(token_aligned_fields, str):
+        raise InvalidRequestError(
+            f"token_aligned_fields is a list of names, such as ['input_ids'], not {token_aligned_fields!r}"
+        )
     counts = None
     if lengths is not None or attention_mask is not None:
         if lengths is not None and len(lengths) != size:
@@ -171,6 +175,8 @@ def _pack(
             )
         spans = token_spans(lengths, size, padding=padding, attention_mask=attention_mask)
         counts = spans.counts.tolist()
+        for name in token_aligned_fields or ():
+            check_width(name, fields.get(name), spans.counts)
         if padding is None and attention_mask is None:
             for name in TOKEN_ALIGNED_FIELDS if token_aligned_fields is None else token_aligned_fields:
                 check_cut_off(name, fields.get(name), spans.counts)

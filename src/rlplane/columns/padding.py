@@ -17,7 +17,15 @@ from torch import Tensor
 
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["Lengths", "PaddingSide", "TokenSpans", "check_cut_off", "checked_lengths", "token_spans"]
+__all__ = [
+    "Lengths",
+    "PaddingSide",
+    "TokenSpans",
+    "check_cut_off",
+    "check_width",
+    "checked_lengths",
+    "token_spans",
+]
 
 Lengths = Sequence[int] | Tensor
 PaddingSide = Literal["left", "right"]
@@ -112,18 +120,53 @@ def check_cut_off(name: str, value: Any, counts: np.ndarray[Any, Any]) -> None:
     Raises:
         ValueError: Two different values would be cut off.
     """
-    if not isinstance(value, Tensor) or value.is_nested or value.dim() != 2 or value.dtype not in _IDS:
-        return
-    if value.shape[0] != len(counts):
-        return
-    ids = value.detach().cpu().numpy()
-    cut = ids[np.arange(value.shape[1]) >= counts[:, None]]
+    cut = _cut_off(value, counts)
     if len(cut) and (cut != cut[0]).any():
         raise InvalidRequestError(
             f"field {name!r} has different values behind the tokens of its rows, such as {cut[0]} and "
             f"{cut[cut != cut[0]][0]}, and padding is all the same: if the rows are padded on the left, say "
             'padding="left" or give attention_mask=; if these shall be cut off, say padding="right"'
         )
+
+
+def check_width(name: str, value: Any, counts: np.ndarray[Any, Any]) -> None:
+    """Refuse a padded column that is narrower than the longest row has tokens.
+
+    Raises:
+        ValueError: It is.
+    """
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim < 2 or getattr(value, "is_nested", False):
+        return
+    try:
+        checked_lengths(counts, len(counts), value.shape[1])
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"field {name!r}: {error}") from error
+
+
+def _cut_off(value: Any, counts: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What is behind the tokens of all rows of ids; nothing if it is no such column."""
+    if isinstance(value, (list, tuple)):
+        rows = [_as_ids(row) for row in value]
+        ends = [
+            row[n:] for row, n in zip(rows, counts.tolist(), strict=False) if row is not None and row.ndim
+        ]
+        return np.concatenate(ends) if ends else np.zeros(0)
+    ids = _as_ids(value)
+    if ids is None or ids.ndim != 2 or len(ids) != len(counts):
+        return np.zeros(0)
+    cut: np.ndarray[Any, Any] = ids[np.arange(ids.shape[1]) >= counts[:, None]]
+    return cut
+
+
+def _as_ids(value: Any) -> np.ndarray[Any, Any] | None:
+    if isinstance(value, Tensor):
+        if value.is_nested or value.dtype not in _IDS:
+            return None
+        value = value.detach().cpu().numpy()
+    elif isinstance(value, (list, tuple)):
+        value = np.asarray(value)
+    is_ids = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.dtype.itemsize >= 4
+    return value if is_ids else None
 
 
 def checked_lengths(lengths: Any, rows: int, width: int | None = None) -> np.ndarray[Any, Any]:
