@@ -27,9 +27,9 @@ class AsyncDataPlaneClient(ABC):
     """The methods of :class:`DataPlaneClient` as coroutines, with the same promises.
 
     Nothing here stops the event loop, and a call that waits takes no thread: thousands of claims may wait at
-    once. A cancelled call has claimed nothing and holds nothing, and the client stays usable. A put that is
-    cancelled has written nothing, unless the plane had carried it out before the cancellation came: then it
-    is there whole.
+    once. A cancelled call has claimed nothing and holds nothing, and the client stays usable. A put or an
+    append that is cancelled has written nothing, unless the plane had carried it out before the cancellation
+    came: then it is there whole, with its tags.
 
     A client belongs to the event loop of its first call. It starts or joins its plane there: in
     ``async with``, or with the first call.

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import rlplane
 from rlplane.adapters.async_client import AsyncPlaneClient
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
+from rlplane.storage.layout import encode_columns
 
 SMALL, LARGE = 16, 512 * 1024  # a large one is copied by a helper thread
 
@@ -221,6 +222,30 @@ async def test_a_put_that_is_cancelled_while_it_waits_for_room_writes_nothing(en
         await client.put_samples(["d", "e"], "p", rows(2), timeout_s=1.0)
 
 
+async def test_an_append_that_is_cancelled_is_there_whole_or_not_at_all(client):
+    """With its tags, so that whoever cancelled it can ask before appending it again."""
+    luck = random.Random(2)
+    returned = []
+
+    async def append(number):
+        turn = TensorDict({"x": torch.full((1, 3), number)}, batch_size=[1])
+        await client.append_samples(["a"], "p", turn, [{"turns": number}])
+        returned.append(number)
+
+    await append(0)
+    for number in range(1, 200):
+        task = asyncio.create_task(append(number))
+        for _ in range(luck.randint(0, 8)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    turns = (await client.get_samples(["a"], "p", ["x"]))["x"].unbind()[0].view(-1, 3)
+    there = turns[:, 0].tolist()
+    assert torch.equal(turns, turns[:, :1].expand(-1, 3)), "each turn is whole"
+    assert there == sorted(set(there)) and set(returned) <= set(there)
+    assert (await client.peek_meta("p")).tags == [{"turns": there[-1]}]
+
+
 async def test_many_bytes_are_moved_by_a_helper_thread_and_few_on_the_loop(client, monkeypatch):
     storage = (await client._attached()).link.storage
     movers = []
@@ -235,6 +260,56 @@ async def test_many_bytes_are_moved_by_a_helper_thread_and_few_on_the_loop(clien
     await client.put_samples(["large"], "p", rows(1, LARGE))
     assert movers[0] == threading.current_thread().name
     assert movers[1].startswith("rlplane-helper")
+
+
+def slow_column(kind):
+    """A column that takes long to encode: it is copied, or has many small parts."""
+    tensors = [torch.ones(n % 5 + 1, 1000) for n in range(64)]
+    if kind == "nested, strided":
+        return torch.nested.as_nested_tensor(tensors, layout=torch.strided)
+    if kind == "nested, in another dimension":
+        return torch.nested.nested_tensor(tensors, layout=torch.jagged).transpose(1, 2)
+    if kind == "a nested TensorDict":
+        return TensorDict({"a": torch.ones(64, 3), "b": TensorDict({"c": torch.ones(64)}, [64])}, [64])
+    return NonTensorStack(*[{"n": n} for n in range(200)])
+
+
+@pytest.mark.parametrize(
+    "kind", ["nested, strided", "nested, in another dimension", "a nested TensorDict", "objects"]
+)
+async def test_what_takes_long_to_encode_is_encoded_by_a_helper_thread(client, monkeypatch, kind):
+    encoders = []
+
+    def noted_encode(*args, **how):
+        encoders.append(threading.current_thread().name)
+        return encode_columns(*args, **how)
+
+    monkeypatch.setattr("rlplane.adapters.client.encode_columns", noted_encode)
+    count = 200 if kind == "objects" else 64
+    ids = [f"s{row}" for row in range(count)]
+    await client.put_samples(ids, "p", TensorDict({"x": slow_column(kind)}, batch_size=[count]))
+    await client.put_samples(["small"], "p", rows(1))
+    assert encoders[0].startswith("rlplane-helper")
+    assert encoders[1] == threading.current_thread().name
+
+
+async def test_many_rows_are_put_together_by_a_helper_thread_however_small_they_are(client, monkeypatch):
+    storage = (await client._attached()).link.storage
+    readers = []
+    opened = storage.open
+
+    def noted_open(*args):
+        readers.append(threading.current_thread().name)
+        return opened(*args)
+
+    monkeypatch.setattr(storage, "open", noted_open)
+    ids = [f"s{row}" for row in range(200)]
+    trees = [NonTensorData({"n": torch.tensor(n)}) for n in range(200)]
+    await client.put_samples(ids, "p", TensorDict({"x": NonTensorStack(*trees)}, batch_size=[200]))
+    await client.get_samples(ids, "p", ["x"])
+    await client.get_samples(ids[:2], "p", ["x"])
+    assert readers[0].startswith("rlplane-helper")
+    assert readers[1] == threading.current_thread().name
 
 
 async def test_a_put_that_is_cancelled_during_its_copy_gives_the_place_back_after_it(client, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlplane.adapters.link import Link
@@ -35,7 +35,7 @@ from rlplane.errors import (
 from rlplane.interfaces import DataPlaneConfig, KVBatchMeta
 from rlplane.service import protocol as wire
 from rlplane.storage.assembly import Assembler
-from rlplane.storage.layout import EncodedColumn, encode_columns
+from rlplane.storage.layout import OBJECT_BYTES, EncodedColumn, bytes_to_encode, encode_columns
 from rlplane.storage.leases import ReadLease
 from rlplane.storage.objects import open_tags, plain_tags
 from rlplane.storage.places import Located, OutOfPagesError, Place, RowsLostError, UnitsDiedError
@@ -45,7 +45,6 @@ from rlplane.transfer_stats import TransferRecord, TransferStats
 __all__ = ["PlaneCalls"]
 
 _WRITE_ATTEMPTS = 8
-_OBJECT_BYTES = 2048  # taken for the size of an object in a column, before it is encoded
 # How long a put waits before it asks a machine for memory again that had none.
 _OUT_OF_PAGES_S = 0.1
 _IN_A_THREAD = 2**30  # so large that an event loop leaves it to a thread
@@ -182,7 +181,7 @@ class PlaneCalls:
             columns: list[EncodedColumn] = []
             if fields is not None:
                 encode = partial(self._encode, link, ids, fields, spec)
-                size = _bytes_of_objects(fields) if self.row_checks is None else _IN_A_THREAD
+                size = bytes_to_encode(fields) if self.row_checks is None else _IN_A_THREAD
                 columns = yield MoveBytes(encode, size)
             commit = wire.Commit(
                 partition_id,
@@ -457,25 +456,14 @@ def _write(
         return began
 
 
-def _bytes_of_objects(fields: TensorDict) -> int:
-    """About how many bytes encoding copies: those of objects. Tensors are only looked at."""
-    if not isinstance(fields, TensorDict):
-        return 0
-    objects = (NonTensorData, NonTensorStack)
-    return sum(
-        _OBJECT_BYTES * len(value)
-        for value in fields.values()
-        # Asking a tensor whether it is of another class takes longer than copying a small one.
-        if type(value) is not Tensor and isinstance(value, objects) and value.batch_size
-    )
-
-
 def _bytes_of_rows(located: Located, count: int) -> int:
-    """At most about how many bytes ``count`` rows of these blocks have."""
-    return sum(
-        layout.nbytes * min(count, layout.rows) // max(layout.rows, 1)
-        for _, _, layout in located.blocks.values()
-    )
+    """At most about how many bytes ``count`` rows of these blocks have, or cost as much to put together."""
+    total = 0
+    for _, _, layout in located.blocks.values():
+        rows = min(count, layout.rows)
+        least = OBJECT_BYTES * rows if layout.kind in ("object", "tree") else 0
+        total += max(layout.nbytes * rows // max(layout.rows, 1), least)
+    return total
 
 
 def _plain(condition: Any) -> Any:

@@ -31,11 +31,19 @@ from rlplane.storage.objects import encode_objects
 from rlplane.storage.places import Layout
 from rlplane.storage.trees import Bulk, Part, address_of, pieces_of
 
-__all__ = ["EncodedColumn", "encode_columns", "fill", "with_offsets_in_layout"]
+__all__ = [
+    "OBJECT_BYTES",
+    "EncodedColumn",
+    "bytes_to_encode",
+    "encode_columns",
+    "fill",
+    "with_offsets_in_layout",
+]
 
 # Up to this many offsets are checked without numpy, whose first use after a pause costs more than all the
 # rest.
 _FEW_ROWS = 64
+OBJECT_BYTES = 2048  # at least so many are copied in the time that it takes to encode or decode an object
 
 
 class EncodedColumn(NamedTuple):
@@ -129,6 +137,24 @@ def encode_columns(
     return columns if offsets_in_block else [with_offsets_in_layout(column) for column in columns]
 
 
+def bytes_to_encode(fields: TensorDict) -> int:
+    """About how many bytes encoding copies, or could copy in the time that it takes."""
+    if not isinstance(fields, TensorDict):
+        return 0
+    total = 0
+    for value in fields.values():
+        if type(value) is NestedTensor:
+            if not _is_jagged(value) or not value._values.is_cpu:
+                total += value._values.nbytes
+        elif isinstance(value, Tensor):
+            if value.is_nested or not value.is_cpu:
+                total += value.nbytes
+        elif value.batch_size:
+            leaves = 1 if isinstance(value, (NonTensorData, NonTensorStack)) else len(value.keys(True, True))
+            total += OBJECT_BYTES * len(value) * leaves
+    return total
+
+
 def fill(memory: Tensor, start: int, columns: Sequence[EncodedColumn]) -> None:
     """Copy columns into ``memory``, their blocks one behind the other from byte ``start`` on."""
     copies: list[Copy] = []
@@ -195,8 +221,13 @@ def _checked_offsets(name: str, given: Tensor, count: int) -> _Offsets:
     return _Offsets(given, offsets - start if start else offsets, start, stop)
 
 
+def _is_jagged(value: Any) -> bool:
+    """Whether the rows of a nested tensor lie one behind the other, as they are stored."""
+    return value._lengths is None and value._ragged_idx == 1
+
+
 def _nested_column(name: str, value: Any, count: int, known: dict[int, _Offsets]) -> EncodedColumn:
-    if type(value) is NestedTensor and value._lengths is None and value._ragged_idx == 1:
+    if type(value) is NestedTensor and _is_jagged(value):
         # Its parts directly: asking a nested tensor costs tens of microseconds a question.
         values, given = value._values, value._offsets
         checked = known.get(id(given))
