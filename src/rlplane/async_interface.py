@@ -68,6 +68,7 @@ class AsyncDataPlaneClient(ABC):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         """See :meth:`DataPlaneClient.claim_meta`. ``blocking`` makes the caller wait, not the event loop."""
 

@@ -222,6 +222,7 @@ class DataPlaneClient(ABC):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         """Claim up to ``batch_size`` samples that have all of ``required_fields``.
 
@@ -243,13 +244,15 @@ class DataPlaneClient(ABC):
             order: ``fifo`` (as without it), ``lifo``, ``priority:<tag>`` (the highest first) or
                 ``random:<seed>``.
             dp_world: How many ranks share the batch of ``step``: it is claimed once, and each rank gets
-                equally many samples (whole groups) of about equal length.
+                equally many samples (whole groups, unless ``split_groups``) of about equal length.
             step: The name of the step. Asking again with the same one returns the same part.
             max_uses: How often this task may claim a sample: what was claimed fewer times lines up again,
                 behind all others. A use that is not the last need not be finished: nobody gets it again when
                 the client dies.
             repeat_where: Conditions on the tags of samples that line up again; the others were used for the
                 last time.
+            split_groups: Divide a step by samples: ranks get equally many, also of groups that are short, and
+                the members of a group may be on several.
 
         Raises:
             KeyError: Unknown partition, task or field; at once, not after the timeout.

@@ -369,7 +369,7 @@ def test_the_abstract_methods_are_those_of_the_contract() -> None:
             "claim_meta",
             "partition_id, task_name, required_fields, batch_size, dp_rank=None, blocking=True,"
             " timeout_s=60.0, *, where=None, max_tokens=None, order=None, dp_world=None, step=None,"
-            " max_uses=1, repeat_where=None",
+            " max_uses=1, repeat_where=None, split_groups=False",
         ),
         ("get_data", "meta, select_fields=None"),
         ("check_consumption_status", "partition_id, task_names"),

@@ -127,6 +127,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         return await self._call(
             PlaneCalls.claim,
@@ -144,6 +145,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
             step=step,
             max_uses=max_uses,
             repeat_where=repeat_where,
+            split_groups=split_groups,
         )
 
     async def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:

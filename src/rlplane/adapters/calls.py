@@ -119,6 +119,7 @@ class PlaneCalls:
         step: str | int | None,
         max_uses: int,
         repeat_where: Mapping[str, Any] | None,
+        split_groups: bool,
     ) -> Call[KVBatchMeta]:
         timeout_s = float("inf") if timeout_s is None else check_timeout(timeout_s)
         if (step is None) != (dp_world is None) or (step is not None and dp_rank is None):
@@ -144,6 +145,7 @@ class PlaneCalls:
         request.max_uses, request.repeat_where = max_uses, _plain_where(repeat_where)
         if step is not None:
             request.step, request.dp_rank, request.dp_world = str(step), dp_rank or 0, dp_world or 1
+            request.split_groups = bool(split_groups)
         claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s if blocking else 0.0)
         tags = open_tags(claimed.tags, allow_pickle=self._allow_pickle)
         return KVBatchMeta._adopt(partition_id, task_name, claimed.ids, names, tags)

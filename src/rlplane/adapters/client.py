@@ -132,6 +132,7 @@ class PlaneClient(DataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         return self._call(
             PlaneCalls.claim,
@@ -149,6 +150,7 @@ class PlaneClient(DataPlaneClient):
             step=step,
             max_uses=max_uses,
             repeat_where=repeat_where,
+            split_groups=split_groups,
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:

@@ -231,7 +231,7 @@ class Claims:
         if not self._has_ended(claim):
             return False
         # Whatever step it is of.
-        _, left = self._remaining(task, self._matches(claim))
+        _, left = self._remaining(task, self._matches(claim), in_samples=claim.split_groups)
         return left < (claim.dp_world if claim.step is not None else 1)
 
     def _ready_in_step(self, queue: ReadyQueue, claim: Claim, step: int) -> Rows:
@@ -240,9 +240,11 @@ class Claims:
         rows, matches = queue.among(self._flow_control.rows_of_step(step)), self._matches(claim)
         return rows if matches is None else rows[matches(rows)]
 
-    def _remaining(self, task: TaskCursor, match: Match | None, step: int | None = None) -> tuple[int, int]:
-        """How much (of a step) this claim could still get, ready or not, if nothing new is written: in
-        samples, and in groups if there are any."""
+    def _remaining(
+        self, task: TaskCursor, match: Match | None, step: int | None = None, *, in_samples: bool = False
+    ) -> tuple[int, int]:
+        """How much (of a step) this claim could still get, ready or not, if nothing new is written: what it
+        takes of a batch, and how many samples or groups it is."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
             return len(table.rows) - task.count, len(table.rows) - task.count
@@ -251,14 +253,14 @@ class Claims:
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
             return len(rows), len(rows)
-        room = groups = 0
+        room = found = 0
         for name, count in Counter(table.groups[rows].tolist()).items():
             needed = self._groups.size_of(name) - task.kept.get(name, 0)
             # One that lacks members cannot become whole any more, unless it ends by itself.
             whole = (count // size if needed == size else count >= needed) or name in self._groups.clocks
-            groups += whole
+            found += whole * (needed if in_samples else 1)
             room += whole * max(needed, size)
-        return room, groups
+        return room, found
 
     # Ranks that share a step
 
@@ -291,7 +293,8 @@ class Claims:
         batch = self.claim(task, queue, claim, count)
         units: dict[Any, list[int]] = {}
         for place, sample_id in enumerate(batch.ids):
-            name = table.groups[table.rows[sample_id]] if table.spec.group_size else sample_id
+            is_whole = table.spec.group_size and not claim.split_groups
+            name = table.groups[table.rows[sample_id]] if is_whole else sample_id
             units.setdefault(name, []).append(place)
         places = list(units.values())
         over = places[len(places) - len(places) % claim.dp_world :]

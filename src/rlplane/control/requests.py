@@ -95,6 +95,7 @@ class Claim:
         "partition_id",
         "repeat_where",
         "repeats",
+        "split_groups",
         "step",
         "task",
         "token",
@@ -118,13 +119,14 @@ class Claim:
         dp_world: int = 1,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> None:
         if type(max_uses) is not int or max_uses < 1 or (max_uses > 1 and step is not None):
             raise InvalidRequestError(
                 f"max_uses is an integer of at least 1, and 1 for ranks that share a step, not {max_uses!r}"
             )
         self.max_uses, self.repeat_where, self.repeats = max_uses, repeat_where, compile_where(repeat_where)
-        self.step, self.dp_rank, self.dp_world = step, dp_rank, dp_world
+        self.step, self.dp_rank, self.dp_world, self.split_groups = step, dp_rank, dp_world, split_groups
         self.max_tokens = max_tokens
         self.order = None if order is None or order == "fifo" else Order(order)
         self.partition_id, self.task, self.batch_size = partition_id, task, batch_size
@@ -146,6 +148,7 @@ class Claim:
             "dp_world": self.dp_world,
             "max_uses": self.max_uses,
             "repeat_where": self.repeat_where,
+            "split_groups": self.split_groups,
         }
         wanted = (self.partition_id, self.task, self.fields, self.batch_size, self.where)
         return _claim_again, (wanted, named)

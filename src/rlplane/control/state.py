@@ -588,6 +588,7 @@ def _check_ranks(spec: PartitionSpec, claim: Claim) -> None:
     """The numbers of a claim that ranks share."""
     if claim.dp_world < 1 or not 0 <= claim.dp_rank < claim.dp_world:
         raise InvalidRequestError(f"dp_rank {claim.dp_rank} is not one of {claim.dp_world} ranks (dp_world)")
-    if claim.batch_size % (claim.dp_world * (spec.group_size or 1)):
-        what = f"{claim.dp_world} ranks" + (f" of groups of {spec.group_size}" if spec.group_size else "")
+    size = 1 if claim.split_groups else spec.group_size or 1
+    if claim.batch_size % (claim.dp_world * size):
+        what = f"{claim.dp_world} ranks" + (f" of groups of {size}" if size > 1 else "")
         raise InvalidRequestError(f"batch_size {claim.batch_size} cannot be divided over {what}")

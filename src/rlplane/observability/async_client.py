@@ -141,6 +141,7 @@ class AsyncMetricsDataPlaneClient(AsyncDataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         call = self._inner.claim_meta(
             partition_id,
@@ -157,6 +158,7 @@ class AsyncMetricsDataPlaneClient(AsyncDataPlaneClient):
             step=step,
             max_uses=max_uses,
             repeat_where=repeat_where,
+            split_groups=split_groups,
         )
         effect = self._recorder._claim_effect(partition_id)
         return await self._measure("claim_meta", partition_id, call, task=task_name, effect=effect)

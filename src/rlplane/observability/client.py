@@ -225,6 +225,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         # An engine written for the contract without these is not handed one that nobody asked for.
         extra = _given(
@@ -235,6 +236,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
             step=step,
             max_uses=None if max_uses == 1 else max_uses,
             repeat_where=repeat_where,
+            split_groups=split_groups,
         )
         meta: KVBatchMeta = self._measure(
             "claim_meta",

@@ -666,6 +666,7 @@ class ControlService:
             dp_world=body.dp_world,
             max_uses=body.max_uses,
             repeat_where=body.repeat_where,
+            split_groups=body.split_groups,
         )
         effects = self.state.claim(claim, blocking=body.blocking)
         if not effects.answers:

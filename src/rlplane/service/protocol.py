@@ -194,6 +194,7 @@ class ClaimRequest(_Request):
     dp_world: int = 1
     max_uses: int = 1
     repeat_where: dict[str, Any] | None = None
+    split_groups: bool = False
 
 
 class Finish(_Request):

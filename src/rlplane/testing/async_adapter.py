@@ -94,6 +94,7 @@ class BlockingClient(DataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         return self._wait(
             self._client.claim_meta(
@@ -111,6 +112,7 @@ class BlockingClient(DataPlaneClient):
                 step=step,
                 max_uses=max_uses,
                 repeat_where=repeat_where,
+                split_groups=split_groups,
             )
         )
 

@@ -502,6 +502,21 @@ def test_at_the_end_ranks_share_groups_of_any_size_or_get_none(others: str) -> N
     assert groups == ([["a"], ["b"]] if others else [[], []])
 
 
+def test_at_the_end_ranks_share_the_samples_of_short_groups_when_asked() -> None:
+    state = plane(group_size=2)
+    write(state, ["a_g0", "b_g0", "b_g1"], "x", tags=[{"group_size": 1}, {}, {}])
+    state.finish("p")
+    parts = [
+        ids_of(
+            state.claim(
+                Claim("p", "t", ["x"], 4, step=step, dp_world=2, split_groups=True), blocking=True
+            ).answers
+        )
+        for step in ("1", "2")
+    ]
+    assert parts == [["a_g0"], []] and claim(state, 4) == ["b_g1"]
+
+
 def test_the_end_waits_for_a_group_whose_time_is_not_over() -> None:
     policy = FlowPolicy(finished_fields=["x"], min_group_size=1, group_timeout_s=5.0)
     state = plane(ROLES, 2, flow=policy)

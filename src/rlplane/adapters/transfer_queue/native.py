@@ -184,6 +184,7 @@ class NativeTQDataPlaneClient(DataPlaneClient):
         step: str | int | None = None,
         max_uses: int = 1,
         repeat_where: Mapping[str, Any] | None = None,
+        split_groups: bool = False,
     ) -> KVBatchMeta:
         """Ask TransferQueue every ``claim_meta_poll_interval_s`` until it has enough."""
         names = check_names("required_fields", required_fields)

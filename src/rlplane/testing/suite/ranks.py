@@ -19,6 +19,7 @@ STEP = (
     "With `dp_rank`, `dp_world` and `step`, the first rank that asks claims the batch of the step, and "
     "every rank gets its part: equally many samples (whole groups), balanced by `input_lengths`."
 )
+SPLIT = "With `split_groups` they are equally many samples also of short groups, which it takes apart."
 AGAIN = (
     "Asking again for the same step and rank returns the same part, whoever asks, until all samples of "
     "that part have been cleared; after that it is a `ValueError` (`StepOverError`)."
@@ -74,6 +75,17 @@ def ranks_get_whole_groups(plane: PlaneUnderTest) -> None:
     _write(part, {"a_g0": 9, "a_g1": 1, "b_g0": 1, "b_g1": 1, "c_g0": 3, "c_g1": 3, "d_g0": 8, "d_g1": 8})
     has_samples("the part of rank 0", _ask(part, 0, 1, 8), ["b_g0", "b_g1", "d_g0", "d_g1"])
     has_samples("the part of rank 1", _ask(part, 1, 1, 8), ["a_g0", "a_g1", "c_g0", "c_g1"])
+
+
+@promise(SPLIT, feature=("ranks", "groups", "short_groups"))
+def ranks_get_equally_many_samples_of_short_groups_when_asked(plane: PlaneUnderTest) -> None:
+    part = plane.partition(group_size=2)
+    _write(part, {"a_g0": 1, "b_g0": 1, "b_g1": 1, "c_g0": 1, "c_g1": 1})
+    part.client.close_group(part.name, "a", reason="failed")
+    parts = [_ask(part, rank, 1, 6, split_groups=True).sample_ids for rank in range(2)]
+    equal("the numbers of samples", [len(ids) for ids in parts], [2, 2])
+    rest = part.claim_ready(6).sample_ids
+    equal("all of them", sorted([*parts[0], *parts[1], *rest]), ["a_g0", "b_g0", "b_g1", "c_g0", "c_g1"])
 
 
 @promise(AGAIN)
