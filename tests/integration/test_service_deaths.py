@@ -35,7 +35,7 @@ CFG: Any = {
 }
 FAULTS = [
     *(f"ControlService.{step} {when} {n}"
-      for step in ("handle", "_commit", "_claim", "carry_out", "send", "go_on")
+      for step in ("handle", "_serve", "_claim", "carry_out", "send", "go_on")
       for when in ("before", "after") for n in (1, 3)),
     *(f"ControlService.{step} {when} 1"
       for step in ("connect", "disconnect") for when in ("before", "after")),

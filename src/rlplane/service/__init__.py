@@ -2,18 +2,23 @@
 
     core.py         ControlService: requests, places, leases and deadlines around a ControlState; no sockets
     clients.py      what a client holds, and requests that are not answered yet
+    reservations.py Reservations: who gets a place, and when
+    commits.py      how a write becomes part of the state
+    questions.py    requests that change nothing
+    deadlines.py    until when requests wait
     long_work.py    what a request has begun, and is gone on with between others
     checkpoints.py  Checkpoints: a plane that is frozen to be saved, and replaced by one that is loaded
     protocol.py     the messages
     framing.py      messages over a stream socket
     sockets.py      unix:// and tcp:// addresses
     server.py       Server: one thread that serves a ControlService over a socket
+    peers.py        a connection, as the server sees it
     connection.py   SocketConnection: a client's side of it, a channel per thread
     lifeline.py     Lifeline: what shows that a client lives
     async_connection.py   AsyncConnection: the same on an event loop, any number of requests at once
     in_process.py   both sides inside one process, without a socket
     journal.py      Journal: every input that changes something, on disk before it is answered
-    recovery.py     a service built again from its journal
+    recovery.py     a service built again from its journal, and how its clients come back to it
     forked_dump.py  ForkedDump: the state as it is now, written by a child process
     block_table.py  which blocks are in which places, and which places are still needed
     commit_checks.py, field_rows.py   what a commit says about its bytes, and what a read is told

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.samples import SampleTable
 from rlplane.errors import InvalidRequestError
 from rlplane.service import protocol as wire
+from rlplane.service.block_table import Block
 from rlplane.storage.places import Layout
 
-__all__ = ["checked_sizes"]
+__all__ = ["check_turns", "checked_sizes"]
 
 
 def checked_sizes(body: wire.Commit, room: int) -> list[int]:
@@ -36,6 +40,23 @@ def checked_sizes(body: wire.Commit, room: int) -> list[int]:
     if body.tags is not None and len(body.tags) != count:
         raise InvalidRequestError("a commit has one tag per id")
     return sizes
+
+
+def check_turns(body: wire.Commit, table: SampleTable, blocks: Mapping[int, Block]) -> None:
+    """What is appended must be of one kind with what is there, or nobody could read the two together."""
+    for field, layout in zip(body.fields, body.layouts, strict=True):
+        turn = layout.turn
+        if turn is None:
+            raise InvalidRequestError(
+                f"field {field!r} holds {layout.kind} rows, to which nothing can be appended: a turn is "
+                "a tensor of at least one dimension, the first of which grows"
+            )
+        for block in table.last_turns(body.ids, field):
+            before = blocks[block][2].turn
+            if before != turn:
+                raise InvalidRequestError(
+                    f"field {field!r} grows by tokens of dtype and shape {before}, not {turn}"
+                )
 
 
 def _are_pieces(pieces: NDArray[np.int64], layout: Layout) -> bool:

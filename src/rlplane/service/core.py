@@ -6,34 +6,26 @@ another request completes it. A client is a number; when it goes, what it held c
 
 from __future__ import annotations
 
-import heapq
 import logging
-import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from rlplane.control.line import WaitingLine
-from rlplane.control.partition import Partition
-from rlplane.control.requests import Batch, Claim, Effects, Put
+from rlplane.control.requests import Batch, Claim, Effects
 from rlplane.control.state import ControlState
 from rlplane.errors import (
-    CapacityError,
     CapacityTimeoutError,
     DataPlaneError,
-    InvalidRequestError,
     PlaneConnectionError,
 )
 from rlplane.service import protocol as wire
-from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
 from rlplane.service.block_table import Block, BlockTable
 from rlplane.service.checkpoints import Checkpoints
 from rlplane.service.clients import Client, PendingRequest
-from rlplane.service.commit_checks import checked_sizes
+from rlplane.service.commits import StalePlaceError, commit
+from rlplane.service.deadlines import Deadlines
 from rlplane.service.field_rows import field_rows
 from rlplane.service.journal import (
     Abandoned,
@@ -49,25 +41,18 @@ from rlplane.service.journal import (
 )
 from rlplane.service.long_work import LongWork
 from rlplane.service.lost_rows import lost_rows
-from rlplane.service.stall import LookAhead, LoopStall
-from rlplane.storage.keyed import lost_chunks
+from rlplane.service.questions import answer_question
+from rlplane.service.reservations import Reservations
+from rlplane.service.stall import LoopStall, look_ahead
 from rlplane.storage.places import Loss, Place, StorageHost
 
-__all__ = ["ControlService", "PendingRequest", "StaleSpecError"]
+__all__ = ["ControlService"]
 
 logger = logging.getLogger(__name__)
 
 _FOREVER_S = 1e9
 # Monotonic clocks of one boot agree with the time of day to within this; it is set by hand at times.
 _ANOTHER_CLOCK_S = 300.0
-
-
-class StaleSpecError(DataPlaneError):
-    """The partition was registered again since the client looked; it asks and encodes anew."""
-
-
-class StalePlaceError(DataPlaneError):
-    """The place was taken back before the commit; the client reserves and writes anew."""
 
 
 class ControlService:
@@ -93,14 +78,11 @@ class ControlService:
         self.dead = Loss()  # the storage units that have died
         self.lost = 0  # samples that were lost with them
         self.checkpoints = Checkpoints(self)
-        self._next_lease = 1
-        self._kept_for_live = int((storage.limit or 0) * reserve_for_live)
-        self._waiting_reservations: WaitingLine[WaitingReservation] = WaitingLine()
-        self._deadlines: list[tuple[float, int, PendingRequest]] = []
-        self._most_deadlines = 1024
-        self._ticks = 0
-        self._unanswered: dict[tuple[int, int], PendingRequest] = {}
-        self._work: deque[LongWork] = deque()
+        self.next_lease = 1
+        self.reservations = Reservations(self, int((storage.limit or 0) * reserve_for_live))
+        self.deadlines = Deadlines()
+        self.unanswered: dict[tuple[int, int], PendingRequest] = {}
+        self.work: deque[LongWork] = deque()
         self.wall = 0.0
         self.stall = LoopStall()
         self.requests = 0
@@ -133,9 +115,9 @@ class ControlService:
             return
         if self.journal is not None:
             self.journal.add(Left(client, died, self.now))
-        reservations = [w for w in self._waiting_reservations if w.request.client == client]
+        reservations = [w for w in self.reservations.waiting if w.request.client == client]
         for waiting in reservations:
-            self._waiting_reservations.remove(waiting)
+            self.reservations.waiting.remove(waiting)
         if not died:
             closed = PlaneConnectionError("the client was closed")
             self.carry_out(self.state.abort(closed, client))
@@ -145,7 +127,7 @@ class ControlService:
         if returned:
             level, how = (logging.WARNING, "died") if died else (logging.INFO, "closed")
             logger.log(level, "client %d %s; %d claimed samples are handed out again", client, how, returned)
-        for place in [*held.reserved.values(), *filter(None, [held.spare])]:
+        for place in held.places:
             self.storage.free(place)
         for lease in list(held.leases):
             self.drop_lease(held, lease)
@@ -160,6 +142,7 @@ class ControlService:
             self.room_came_free()
 
     def drop_lease(self, held: Client, lease: int) -> bool:
+        """A client needs what it has leased no longer; False if it has not."""
         places = held.leases.pop(lease, None)
         if places:
             self.table.unlease(places, self.storage)
@@ -167,7 +150,7 @@ class ControlService:
 
     def room_came_free(self) -> None:
         """Something outside of any request has given room back to the storage."""
-        if self._waiting_reservations:
+        if self.reservations.waiting:
             if self.journal is not None:
                 self.journal.add(Retried(self.now))
             self.retry_reservations()
@@ -219,38 +202,20 @@ class ControlService:
                 self.send(request, answer)
         except DataPlaneError as error:
             self.send(request, wire.failure_of(error))
-        if self._waiting_reservations and changes:
+        if self.reservations.waiting and changes:
             # A commit gives back what it does not use, and all of it when it fails.
             self.retry_reservations()
 
     def look_ahead(self, envelope: wire.Envelope) -> Callable[[], bool] | None:
-        """What has to be done before a request is handled, in pieces, so that others are served between them.
-
-        A condition or an order that nobody has asked for yet looks at the tags of many samples. It is called
-        until it returns True; None if there is nothing to do. It changes nothing but the time that the
-        request will take.
-        """
-        try:
-            match envelope.request:
-                case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
-                    where or self.state.sorts_many(partition_id, order)
-                ):
-                    claim = Claim(partition_id, task, fields, size, where, order=order)
-                    looks = self.state.look_for_claim(claim)
-                case wire.Peek(partition_id, where) | wire.Count(partition_id, where) if where:
-                    looks = self.state.look_for(partition_id, where)
-                case _:
-                    return None
-        except DataPlaneError:
-            return None  # the request will be refused
-        return LookAhead(looks)
+        """See :func:`~rlplane.service.stall.look_ahead`."""
+        return look_ahead(self.state, envelope.request)
 
     def _is_repeated(self, request: PendingRequest, held: Client) -> bool:
         answer = held.answers.get(request.number)
         if answer is not None:
             self.deliver(request, answer)
             return True
-        waiting = self._unanswered.get((request.client, request.number)) or self._at_work_for(
+        waiting = self.unanswered.get((request.client, request.number)) or self._at_work_for(
             request.client, request.number
         )
         if waiting is not None:
@@ -260,13 +225,14 @@ class ControlService:
 
     def _at_work_for(self, client: int, number: int) -> PendingRequest | None:
         """The request of that number, if it has been begun."""
-        for work in self._work:
+        for work in self.work:
             if (work.request.client, work.request.number) == (client, number):
                 return work.request
         return None
 
     def send(self, request: PendingRequest, answer: wire.Answer) -> None:
-        self._unanswered.pop((request.client, request.number), None)
+        """Answer a request."""
+        self.unanswered.pop((request.client, request.number), None)
         if request.remembered:
             held = self.clients.get(request.client)
             if held is not None:
@@ -281,7 +247,7 @@ class ControlService:
     def _serve(self, request: PendingRequest, held: Client, body: wire.Request) -> wire.Answer | None:
         match body:
             case wire.Commit():
-                self._commit(request, held, body)
+                commit(self, request, held, body)
                 return None
             case wire.ClaimRequest():
                 self._claim(request, body)
@@ -308,20 +274,17 @@ class ControlService:
                 self.begin(LongWork(request, [clearing]))
                 return None
             case wire.Reserve():
-                return self._reserve(request, held, body)
+                return self.reservations.ask(request, held, body)
             case wire.Unreserve(number, out_of_pages):
                 place = held.pop_reserved(number)
                 if place is not None:
                     self.storage.free(place)
                 if out_of_pages:
-                    self._reclaim_spares()
+                    self.reservations.reclaim_spares()
                 return wire.Done()
             case wire.Lost(loss):
                 self.lose(loss)
                 return wire.Done()
-            case wire.Describe(partition_id):
-                partition = self.state.partition(partition_id)
-                return wire.Described(partition.version, partition.spec)
             case wire.Register(spec, extend):
                 self.carry_out(self.state.register(spec, extend=extend))
                 return wire.Done()
@@ -329,25 +292,6 @@ class ControlService:
                 marked, effects = self.state.mark_claimed(partition_id, task, ids, is_claimed=is_claimed)
                 self.carry_out(effects)
                 return wire.Done(marked)
-            case wire.Inspect(partition_id, ids, with_kinds, numbers):
-                partition = self.state.partition(partition_id)
-                rows = partition.live_rows(ids) if numbers is None else partition.table.rows_numbered(numbers)
-                kinds = {"kinds": self._kinds(partition, rows)} if with_kinds else {}
-                return wire.Done(partition.inspect(rows) | kinds)
-            case wire.Consumed(partition_id, tasks):
-                return wire.Done(self.state.partition(partition_id).consumed(tasks))
-            case wire.Status(partition_id):
-                status = self.state.partition(partition_id).status(self.wall)
-                return wire.Done(
-                    status | {"capacity": self.state.capacity, "capacity_bytes": self.storage.limit}
-                )
-            case wire.ServiceStatus():
-                return wire.Done(self.status())
-            case wire.ListIds(partition_id):
-                return wire.Done(list(self.state.partition(partition_id).rows))
-            case wire.Peek(partition_id, where, fields, limit, order):
-                batch = self.state.peek(partition_id, where, fields, limit, order)
-                return wire.Claimed(batch.ids, batch.tags)
             case wire.Advance(partition_id, version):
                 self.carry_out(self.state.advance(partition_id, version))
                 return wire.Done()
@@ -359,13 +303,9 @@ class ControlService:
             case wire.Finish(partition_id):
                 self.carry_out(self.state.finish(partition_id))
                 return wire.Done()
-            case wire.ShouldAbort(partition_id, ids):
-                return wire.Done(self.state.partition(partition_id).flow_control.should_abort(ids))
             case wire.Evicted(partition_id, limit):
                 told = self.state.evicted(partition_id, limit)
                 return wire.Claimed(told.ids, told.tags)
-            case wire.Count(partition_id, where):
-                return wire.Done(self.state.count(partition_id, where))
             case wire.Freeze():
                 self.checkpoints.freeze(request, held)
                 return None
@@ -384,30 +324,7 @@ class ControlService:
                 self.withdraw(request.client, numbers)
                 return wire.Done()
             case _:
-                raise InvalidRequestError(f"the service does not serve {type(body).__name__} here")
-
-    def status(self) -> dict[str, Any]:
-        """What the service holds, for people and for tests."""
-        clients = self.clients.values()
-        return {
-            "pid": os.getpid(),
-            "requests": self.requests,
-            "refused": self.refused,
-            "malformed": self.malformed,
-            "samples": self.state.live,
-            "partitions": list(self.state.partitions),
-            "clients": len(clients),
-            "leases": sum(len(held.leases) for held in clients),
-            "loop_stall_ms": self.stall.describe(),
-            "reserved": sum(
-                place.size
-                for held in clients
-                for place in [*held.reserved.values(), *filter(None, [held.spare])]
-            ),
-            "storage": self.storage.describe(),
-            "dead_units": list(self.dead.units),
-            "lost_samples": self.lost,
-        }
+                return answer_question(self, body)
 
     def carry_out(self, effects: Effects) -> None:
         """Do what follows from a change of the state: send the answers, free the blocks."""
@@ -416,7 +333,7 @@ class ControlService:
             if isinstance(answer, Batch):
                 self.send(request, self._claimed(request, answer))
             elif answer is None:
-                self.send(request, wire.Done(spare=self._spare_for(request)))
+                self.send(request, wire.Done(spare=self.reservations.spare_for(request)))
             else:
                 self.send(request, wire.failure_of(answer))
         if effects.freed or effects.dropped:
@@ -428,14 +345,14 @@ class ControlService:
     @property
     def has_work(self) -> bool:
         """Whether something was begun that :meth:`go_on` goes on with."""
-        return bool(self._work)
+        return bool(self.work)
 
     def go_on(self) -> None:
         """Do the next slice of what was begun. It is an input like any other: what others ask comes before
         it or after it, also when it is repeated from a journal."""
         if self.journal is not None:
             self.journal.add(WentOn(self.now))
-        work = self._work.popleft()
+        work = self.work.popleft()
         try:
             self.begin(work)
         except Exception as error:
@@ -449,102 +366,14 @@ class ControlService:
         if work.do_slice(self.state, effects):
             self.send(work.request, wire.Done(work.count))
         else:
-            self._work.append(work)
+            self.work.append(work)
         self.carry_out(effects)
 
     # Places
 
-    def _reserve(self, request: PendingRequest, held: Client, body: wire.Reserve) -> wire.Answer | None:
-        limit = self.storage.limit
-        if limit is not None and body.nbytes > limit:
-            raise CapacityError(
-                f"a put of {body.nbytes:,} bytes can never fit into global_segment_size {limit:,}"
-            )
-        wanted = WaitingReservation(request, body.nbytes, body.partition_id, body.ids)
-        place = None if self._waiting_reservations else self._allocate(wanted)
-        if place is None:
-            self._waiting_reservations.append(wanted, self.now)
-            self._set_deadline(request, body.timeout_s)
-            self.retry_reservations()
-            return None
-        held.reserved[place.number] = place
-        held.grant(request, place)
-        return wire.Reserved(place)
-
-    def _allocate(self, wanted: WaitingReservation) -> Place | None:
-        if self.dead and len(self.dead.units) == self.dead.of:
-            raise CapacityError(f"all {self.dead.of} storage units have died: there is nowhere to write to")
-        place = self._allocate_if_free(wanted)
-        if place is None and self._reclaim_spares():
-            place = self._allocate_if_free(wanted)
-        return place
-
-    def _allocate_if_free(self, wanted: WaitingReservation) -> Place | None:
-        limit = self.storage.limit
-        if (
-            limit is not None
-            and not may_use(wanted.nbytes, self.storage.used, limit, self._kept_for_live)
-            and not is_for_live_samples(wanted, self.state.partitions)
-        ):
-            return None
-        return self.storage.reserve(wanted.nbytes, wanted.request.client)
-
-    def _rank(self, waiting: WaitingReservation) -> int:
-        return 0 if is_for_live_samples(waiting, self.state.partitions) else 1
-
-    def _reclaim_spares(self) -> bool:
-        """Take back what clients hold for a next put that they may never make."""
-        reclaimed = False
-        for client, held in self.clients.items():
-            if held.spare is not None and self.storage.revoke_spare(client):
-                self.storage.free(held.spare)
-                held.spare = None
-                reclaimed = True
-        return reclaimed
-
-    def _spare_for(self, request: PendingRequest) -> Place | None:
-        """Room for the client's next put, sent along so that it need not ask; only if there is plenty."""
-        held = self.clients.get(request.client)
-        if held is None or not request.want:
-            return None
-        if held.spare is not None:
-            if held.spare.size >= request.want or not self.storage.revoke_spare(request.client):
-                return None
-            self.storage.free(held.spare)
-            held.spare = None
-        limit = self.storage.limit
-        if self._waiting_reservations or (
-            limit is not None and self.storage.used + request.want > limit // 2
-        ):
-            return None
-        try:
-            held.spare = self.storage.reserve(request.want, request.client)
-        except CapacityError:
-            return None
-        if held.spare is not None:
-            self.storage.offer_spare(request.client, held.spare)
-        return held.spare
-
     def retry_reservations(self) -> None:
         """Serve the reservations that wait, as far as it is their turn and there is room."""
-        self._waiting_reservations.serve(
-            self.now, lambda: -self.storage.used, self._grant_if_it_fits, self._rank
-        )
-
-    def _grant_if_it_fits(self, waiting: WaitingReservation) -> bool:
-        """False if the reservation has to go on waiting."""
-        try:
-            place = self._allocate(waiting)
-        except CapacityError as error:
-            self.send(waiting.request, wire.failure_of(error))
-            return True
-        if place is None:
-            return False
-        held = self.clients[waiting.request.client]
-        held.reserved[place.number] = place
-        held.grant(waiting.request, place)
-        self.send(waiting.request, wire.Reserved(place))
-        return True
+        self.reservations.retry()
 
     def lose(self, loss: Loss) -> None:
         """Storage has died: nothing is placed there any more, and what was there is cleared, or counts as
@@ -558,7 +387,7 @@ class ControlService:
         if units:
             self.dead = Loss(tuple(sorted({*self.dead.units, *units})), loss.of)
             logger.warning("storage units %s have died: nothing is written there any more", sorted(units))
-        self._reclaim_spares()
+        self.reservations.reclaim_spares()
         stale = StalePlaceError("the storage that it was written to has died")
         count, effects = self.state.lose(lost_rows(self.table.blocks, self.table.places, loss), stale)
         if count:
@@ -571,81 +400,6 @@ class ControlService:
         """The places that samples refer to."""
         table = self.table
         return [table.places[number] for number in {place for place, _, _ in table.blocks.values()}]
-
-    # Writing
-
-    def _commit(self, request: PendingRequest, held: Client, body: wire.Commit) -> None:
-        place = self._committed_place(held, body)
-        blocks: dict[str, int] = {}
-        try:
-            partition = self.state.partition(body.partition_id)
-            if partition.version != body.version:
-                raise StaleSpecError(f"partition {body.partition_id!r} was registered again")
-            sizes = checked_sizes(body, 0 if place is None else place.size)
-            if place is not None:
-                blocks = self.table.add(place, body.fields, body.layouts, sizes)
-            request.want = body.want
-            put = Put(
-                body.partition_id,
-                body.ids,
-                blocks,
-                body.tags,
-                nbytes=sizes,
-                owner=request.client,
-                now=self.wall,
-                token=request,
-                must_exist=body.must_exist,
-                clock=self.now,
-                appends=body.appends,
-                finishes=body.finishes,
-            )
-            if body.appends:
-                self._check_turns(body)
-            effects = self.state.put(put)
-        except DataPlaneError:
-            if blocks:
-                self.table.forget(blocks.values(), self.storage)
-            elif place is not None:
-                self.storage.free(place)
-            raise
-        if all(answered is not request for answered, _ in effects.answers):
-            self._set_deadline(request, body.timeout_s)
-        self.carry_out(effects)
-
-    def _check_turns(self, body: wire.Commit) -> None:
-        """What is appended must be of one kind with what is there, or nobody could read the two together."""
-        partition = self.state.partition(body.partition_id)
-        for field, layout in zip(body.fields, body.layouts, strict=True):
-            turn = layout.turn
-            if turn is None:
-                raise InvalidRequestError(
-                    f"field {field!r} holds {layout.kind} rows, to which nothing can be appended: a turn is "
-                    "a tensor of at least one dimension, the first of which grows"
-                )
-            for block in partition.table.last_turns(body.ids, field):
-                before = self.table.blocks[block][2].turn
-                if before != turn:
-                    raise InvalidRequestError(
-                        f"field {field!r} grows by tokens of dtype and shape {before}, not {turn}"
-                    )
-
-    def _committed_place(self, held: Client, body: wire.Commit) -> Place | None:
-        if body.place is None:
-            if body.layouts:
-                raise InvalidRequestError("a commit with fields needs the place that they are in")
-            return None
-        place = held.pop_reserved(body.place)
-        if place is None:
-            raise StalePlaceError(f"place {body.place} is not reserved for this client")
-        if self.dead and lost_chunks([place], self.dead):
-            self.storage.free(place)
-            raise StalePlaceError(f"place {body.place} is in a storage unit that has died")
-        if not body.layouts or not 0 < body.used <= place.size:
-            self.storage.free(place)
-            raise InvalidRequestError(
-                f"{body.used} bytes of {len(body.layouts)} fields do not fit into a place of {place.size}"
-            )
-        return self.storage.shrink(place, body.used)
 
     # Claims and reads
 
@@ -670,7 +424,7 @@ class ControlService:
         )
         effects = self.state.claim(claim, blocking=body.blocking)
         if not effects.answers:
-            self._set_deadline(request, body.timeout_s)
+            self.set_deadline(request, body.timeout_s)
         self.carry_out(effects)
 
     def _claimed(self, request: PendingRequest, batch: Batch) -> wire.Claimed:
@@ -688,7 +442,7 @@ class ControlService:
             self.journal.add(Abandoned(client, number, self.now))
         held.abandoned.append(number)
         held.answers.pop(number, None)
-        waiting = self._unanswered.get((client, number))
+        waiting = self.unanswered.get((client, number))
         if waiting is not None:
             self.carry_out(self.state.give_up(waiting))
             self._stop_waiting({waiting})
@@ -718,7 +472,7 @@ class ControlService:
     def withdraw(self, client: int, numbers: Collection[int]) -> None:
         """End the waiting requests among these without an answer. What others were given, their client has
         been told, and gives back itself."""
-        waiting = (self._unanswered.pop((client, number), None) for number in numbers)
+        waiting = (self.unanswered.pop((client, number), None) for number in numbers)
         ended = {request for request in waiting if request is not None}
         if not ended:
             return
@@ -727,13 +481,13 @@ class ControlService:
         self.retry_reservations()
 
     def _stop_waiting(self, ended: Collection[PendingRequest]) -> None:
-        for reservation in self._waiting_reservations:
+        for reservation in self.reservations.waiting:
             if reservation.request in ended:
-                self._waiting_reservations.remove(reservation)
+                self.reservations.waiting.remove(reservation)
 
     def hang_up(self, channel: int) -> None:
         """A channel, which is one client's, has ended: nobody reads the answers of what waits behind it."""
-        waiting = [request for request in self._unanswered.values() if request.channel == channel]
+        waiting = [request for request in self.unanswered.values() if request.channel == channel]
         if waiting:
             client, numbers = waiting[0].client, [request.number for request in waiting]
             if self.journal is not None:
@@ -760,47 +514,30 @@ class ControlService:
         return self.new_lease(held, [place.number for place in places]), places, located
 
     def new_lease(self, held: Client, places: list[int]) -> int:
-        lease, self._next_lease = self._next_lease, self._next_lease + 1
+        """A number for a lease on these places."""
+        lease, self.next_lease = self.next_lease, self.next_lease + 1
         held.leases[lease] = places
         return lease
 
-    def _kinds(
-        self, partition: Partition, rows: NDArray[np.int64]
-    ) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
-        """By field, what its blocks hold: kind, dtype and shape of a row, each combination once."""
-        kinds = {}
-        for name, column in partition.columns.items():
-            numbers = np.unique(column.block[rows]).tolist()
-            layouts = [self.table.blocks[number][2] for number in numbers if number >= 0]
-            kinds[name] = list(dict.fromkeys((each.kind, each.dtype, each.shape) for each in layouts))
-        return kinds
-
     # Time
 
-    def _set_deadline(self, request: PendingRequest, timeout_s: float) -> None:
-        due = self.now + timeout_s if timeout_s < _FOREVER_S else float("inf")
-        self._ticks += 1
+    def set_deadline(self, request: PendingRequest, timeout_s: float) -> None:
+        """A request waits, and for how long."""
         request.parked = self.now
-        self._unanswered[request.client, request.number] = request
-        heapq.heappush(self._deadlines, (due, self._ticks, request))
-        # Requests that were answered in time are still in the heap; drop them before it grows.
-        if len(self._deadlines) > self._most_deadlines:
-            parked: set[object] = {waiting.request for waiting in self._waiting_reservations}
-            parked.update(self.state.waiting())
-            if len(self._deadlines) > 4 * len(parked):
-                self._deadlines = [entry for entry in self._deadlines if entry[2] in parked]
-                heapq.heapify(self._deadlines)
-            self._most_deadlines = 1024 + 2 * len(self._deadlines)
+        self.unanswered[request.client, request.number] = request
+        self.deadlines.add(request, self.now + timeout_s if timeout_s < _FOREVER_S else float("inf"))
+        if self.deadlines.are_many:
+            parked: set[object] = {waiting.request for waiting in self.reservations.waiting}
+            self.deadlines.keep(parked.union(self.state.waiting()))
 
     def next_deadline(self) -> float:
         """When :meth:`expire` has something to do next, by the clock of ``now``."""
-        first = self._deadlines[0][0] if self._deadlines else float("inf")
-        return min(first, self._waiting_reservations.due, self.state.next_deadline())
+        return min(self.deadlines.first, self.reservations.waiting.due, self.state.next_deadline())
 
     @property
     def is_short_of_room(self) -> bool:
         """Whether a put waits for room, so that what others do can bring its turn nearer."""
-        return bool(self._waiting_reservations) or self.state.is_short_of_room
+        return bool(self.reservations.waiting) or self.state.is_short_of_room
 
     def expire(self) -> None:
         """Answer the waiting requests whose time is over, end groups that have waited too long, and let puts
@@ -809,12 +546,12 @@ class ControlService:
             self.journal.add(Expired(self.now))
         if self.state.next_deadline() <= self.now:
             self.carry_out(self.state.expire(self.now))
-        while self._deadlines and self._deadlines[0][0] <= self.now:
-            request = heapq.heappop(self._deadlines)[2]
+        while self.deadlines.first <= self.now:
+            request = self.deadlines.pop()
             self.carry_out(self.state.give_up(request))
-            for waiting in self._waiting_reservations:
+            for waiting in self.reservations.waiting:
                 if waiting.request is request:
-                    self._waiting_reservations.remove(waiting)
+                    self.reservations.waiting.remove(waiting)
                     error = CapacityTimeoutError(
                         f"no room for {waiting.nbytes:,} bytes: {self.storage.used:,} of global_segment_size "
                         f"{self.storage.limit or 0:,} are in use; nothing was written"
@@ -822,7 +559,7 @@ class ControlService:
                     self.send(request, wire.failure_of(error))
                     break
             self.retry_reservations()
-        if self._waiting_reservations.due <= self.now:
+        if self.reservations.waiting.due <= self.now:
             self.retry_reservations()
 
     # Recovery
@@ -834,60 +571,16 @@ class ControlService:
     def load(self, dumped: dict[str, Any]) -> None:
         """Become the service that was dumped."""
         vars(self).update(dumped)
-
-    def begin_again(self, in_use: set[int], first_lease: int) -> None:
-        """After a recovery: which leases there are is known to the clients that hold them, and they will say
-        so; until all have, none of the places ``in_use`` is freed. Nobody is connected, so nothing is sent
-        to a channel of before."""
-        self.table.keep(in_use, [places for held in self.clients.values() for places in held.leases.values()])
-        for held in self.clients.values():
-            held.leases.clear()
-            held.granted = {
-                channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
-            }
-        self._next_lease = max(self._next_lease, first_lease)
-        for request in [*self._unanswered.values(), *(work.request for work in self._work)]:
-            request.channel = 0
+        self.reservations.belong_to(self)
 
     def set_clock(self, now: float, wall: float) -> None:
         """Set the time. Deadlines of before are moved if they were set by another machine's clock."""
         jump = (now - wall) - (self.now - self.wall)
-        if self._deadlines and abs(jump) > _ANOTHER_CLOCK_S:
-            self._deadlines = [(due + jump, tick, request) for due, tick, request in self._deadlines]
-            self._waiting_reservations.move_clock(jump)
+        if self.deadlines and abs(jump) > _ANOTHER_CLOCK_S:
+            self.deadlines.move_clock(jump)
+            self.reservations.waiting.move_clock(jump)
             self.state.move_clock(jump)
         self.now, self.wall = now, wall
-
-    def resume(
-        self,
-        client: int,
-        leases: Mapping[int, list[int]],
-        abandoned: Iterable[int],
-        in_use: Mapping[int, Place],
-    ) -> None:
-        """A client of before is there again, holds these leases on these places, and has abandoned these
-        requests."""
-        held = self.clients[client]
-        for lease, numbers in leases.items():
-            if lease in held.leases:
-                continue  # only the connection was lost
-            held.leases[lease] = self.table.lease_again(numbers, in_use)
-        for number in abandoned:
-            self.abandon(client, number)
-
-    def all_have_resumed(self) -> None:
-        """The clients of before have come back or were given up: what they hold is known."""
-        self.table.stop_keeping(self.storage)
-
-    def unreferenced(self, in_use: Mapping[int, Place]) -> list[Place]:
-        """Those of the places that are in use for nobody: no sample, lease or reservation refers to them."""
-        reserved = {number for held in self.clients.values() for number in held.reserved}
-        reserved |= {held.spare.number for held in self.clients.values() if held.spare is not None}
-        return [
-            place
-            for number, place in in_use.items()
-            if number not in self.table.places and number not in reserved
-        ]
 
 
 _NOT_DUMPED = frozenset({"storage", "deliver", "journal", "is_journaled", "stall", "checkpoints"})

@@ -307,8 +307,10 @@ class _DumpReader(pickle.Unpickler):
         "rlplane.service.clients",
         "rlplane.service.core",
         "rlplane.service.dead_rows",
+        "rlplane.service.deadlines",
         "rlplane.service.long_work",
         "rlplane.service.protocol",
+        "rlplane.service.reservations",
         "rlplane.storage.places",
         "rlplane.errors",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ from rlplane.service.journal import (
 )
 from rlplane.storage.places import Loss, Place, StorageHost, Stretches
 
-__all__ = ["About", "JournaledHost", "Recovered", "recover"]
+__all__ = ["About", "JournaledHost", "Recovered", "begin_again", "recover", "resume", "unreferenced"]
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def recover(directory: Path, capacity: int, limit: int | None, reserve_for_live:
             # It did the same the first time, and the service went on.
             logger.exception("a %s record failed when it was repeated", type(record).__name__)
     # Leases of this life must not have the numbers of an earlier one; time goes on in between.
-    service.begin_again(set(recovered.places), first_lease=int(time.time() * 1000) << 20)
+    begin_again(service, set(recovered.places), first_lease=int(time.time() * 1000) << 20)
     return recovered
 
 
@@ -322,3 +322,48 @@ def _repeat(record: Record, recovered: Recovered) -> None:
         case WentOn(now):
             service.now = now
             service.go_on()
+
+
+def begin_again(service: ControlService, in_use: set[int], first_lease: int) -> None:
+    """After a recovery: which leases there are is known to the clients that hold them, and they will say
+    so; until all have, none of the places ``in_use`` is freed. Nobody is connected, so nothing is sent
+    to a channel of before."""
+    service.table.keep(
+        in_use, [places for held in service.clients.values() for places in held.leases.values()]
+    )
+    for held in service.clients.values():
+        held.leases.clear()
+        held.granted = {
+            channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
+        }
+    service.next_lease = max(service.next_lease, first_lease)
+    for request in [*service.unanswered.values(), *(work.request for work in service.work)]:
+        request.channel = 0
+
+
+def resume(
+    service: ControlService,
+    client: int,
+    leases: Mapping[int, list[int]],
+    abandoned: Iterable[int],
+    in_use: Mapping[int, Place],
+) -> None:
+    """A client of before is there again, holds these leases on these places, and has abandoned these
+    requests."""
+    held = service.clients[client]
+    for lease, numbers in leases.items():
+        if lease in held.leases:
+            continue  # only the connection was lost
+        held.leases[lease] = service.table.lease_again(numbers, in_use)
+    for number in abandoned:
+        service.abandon(client, number)
+
+
+def unreferenced(service: ControlService, in_use: Mapping[int, Place]) -> list[Place]:
+    """Those of the places that are in use for nobody: no sample, lease or reservation refers to them."""
+    reserved = {place.number for held in service.clients.values() for place in held.places}
+    return [
+        place
+        for number, place in in_use.items()
+        if number not in service.table.places and number not in reserved
+    ]

@@ -11,7 +11,6 @@ It imports no torch, so that it starts in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import logging
 import os
@@ -30,10 +29,11 @@ from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.core import ControlService
 from rlplane.service.forked_dump import ForkedDumps
-from rlplane.service.framing import LONGEST, Inbox, MessageTooLong, message
+from rlplane.service.framing import LONGEST, MessageTooLong, message
 from rlplane.service.journal import Journal
-from rlplane.service.recovery import About, JournaledHost, Recovered
-from rlplane.service.sockets import MAX_MESSAGE, check_peer, prepare_tcp
+from rlplane.service.peers import Peer, send_some
+from rlplane.service.recovery import About, JournaledHost, Recovered, resume, unreferenced
+from rlplane.service.sockets import check_peer, prepare_tcp
 from rlplane.storage.places import Place, StorageHost
 
 __all__ = ["Server"]
@@ -49,19 +49,6 @@ _TIDY_S = 1.0  # how often an idle service looks for what it can give back
 _LOOK_S = 0.1  # how often a busy one looks at what has a time of its own
 # How long a client may take to come back whose connection broke while the service lived.
 _GRACE_S = 2.0
-
-
-class _Peer:
-    """One connection, seen from here: unknown at first, then the lifeline or a channel of a client."""
-
-    def __init__(self, number: int, socket_: socket.socket, accepted: float) -> None:
-        self.number, self.socket, self.accepted = number, socket_, accepted
-        self.inbox = Inbox(MAX_MESSAGE)
-        self.unsent = bytearray()
-        # What came while the other end did not read its answers.
-        self.unserved: deque[tuple[int, memoryview]] = deque()
-        self.client: int | None = None
-        self.is_lifeline = False
 
 
 class Server:
@@ -116,11 +103,11 @@ class Server:
         self._busy_since = 0.0
         self._look_at = 0.0
         self._listen_again_at: float | None = None
-        self._peers: dict[int, _Peer] = {}  # by number, which is never used again
-        self._peers_by_fd: dict[int, _Peer] = {}
-        self._unknown: dict[int, _Peer] = {}  # those that have not introduced themselves yet
+        self._peers: dict[int, Peer] = {}  # by number, which is never used again
+        self._peers_by_fd: dict[int, Peer] = {}
+        self._unknown: dict[int, Peer] = {}  # those that have not introduced themselves yet
         self._next_peer = 1 if recovered is None else recovered.next_channel
-        self._unsent: list[tuple[_Peer, int, wire.Answer]] = []
+        self._unsent: list[tuple[Peer, int, wire.Answer]] = []
         self._piece = memoryview(bytearray(_PIECE))
         self._secrets: dict[int, str] = {}
         self._next_client = 0
@@ -194,7 +181,7 @@ class Server:
         farewell = message(0, wire.encode(wire.failure_of(PlaneConnectionError("the plane was closed"))))
         for peer in self._peers.values():
             if peer.is_lifeline:
-                _send_some(peer.socket, farewell)
+                send_some(peer.socket, farewell)
 
     def stop(self) -> None:
         """Make :meth:`run` return. Safe in a signal handler and in other threads."""
@@ -306,12 +293,12 @@ class Server:
             return
         accepted.setblocking(False)
         prepare_tcp(accepted)
-        peer = _Peer(self._next_peer, accepted, self.service.now)
+        peer = Peer(self._next_peer, accepted, self.service.now)
         self._next_peer += 1
         self._peers[peer.number] = self._peers_by_fd[accepted.fileno()] = self._unknown[peer.number] = peer
         self._epoll.register(accepted.fileno(), select.EPOLLIN)
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         # One piece: if there is more, epoll says so again, after the others had their turn.
         try:
             size = peer.socket.recv_into(self._piece)
@@ -335,7 +322,7 @@ class Server:
             else:
                 self._serve_message(peer, number, body)
 
-    def _serve_message(self, peer: _Peer, number: int, body: memoryview) -> None:
+    def _serve_message(self, peer: Peer, number: int, body: memoryview) -> None:
         if peer.number not in self._peers:
             return  # it was hung up on
         try:
@@ -344,7 +331,7 @@ class Server:
             self._count_malformed(error)
         self._send_answers()
 
-    def _message(self, peer: _Peer, number: int, body: memoryview) -> None:
+    def _message(self, peer: Peer, number: int, body: memoryview) -> None:
         if peer.client is None:
             self._introduce(peer, number, wire.hello_decoder.decode(body))
         elif not peer.is_lifeline:
@@ -359,7 +346,7 @@ class Server:
                 case wire.Goodbye():
                     self._end_client(peer, died=False)
 
-    def _introduce(self, peer: _Peer, number: int, hello: wire.Hello) -> None:
+    def _introduce(self, peer: Peer, number: int, hello: wire.Hello) -> None:
         problem = None
         if hello.version != wire.PROTOCOL_VERSION:
             problem = (
@@ -395,14 +382,14 @@ class Server:
         logger.info("client %d connected (pid %d)", client, hello.pid)
         self._answer(peer, number, self._welcome(client))
 
-    def _refuse(self, peer: _Peer, number: int, problem: str) -> None:
+    def _refuse(self, peer: Peer, number: int, problem: str) -> None:
         self.service.refused += 1
         if self.service.refused == 1:
             logger.warning("refused a connection (%s); further ones are only counted", problem)
         self._send_answer(peer, number, wire.failure_of(PlaneConnectionError(problem)))
         self._hang_up(peer)
 
-    def _resume(self, peer: _Peer, number: int, hello: wire.Hello) -> None:
+    def _resume(self, peer: Peer, number: int, hello: wire.Hello) -> None:
         """A client of before is there again."""
         client = peer.client
         assert client is not None
@@ -414,7 +401,7 @@ class Server:
         peer.is_lifeline = True
         self._missing.pop(client, None)
         in_use = self._still_in_use() if self._in_use else {}
-        self.service.resume(client, hello.leases, hello.abandoned, in_use)
+        resume(self.service, client, hello.leases, hello.abandoned, in_use)
         logger.info("client %d is back (pid %d)", client, hello.pid)
         self._answer(peer, number, self._welcome(client))
         self._finish_recovery()
@@ -428,8 +415,8 @@ class Server:
         """When all clients of before are back or given up: what none of them holds is free."""
         if self._missing or not self._in_use:
             return
-        self.service.all_have_resumed()
-        for place in self.service.unreferenced(self._still_in_use()):
+        self.service.table.stop_keeping(self.service.storage)
+        for place in unreferenced(self.service, self._still_in_use()):
             self._storage.free(place)
         self._in_use = {}
         self.service.room_came_free()
@@ -464,7 +451,7 @@ class Server:
         known = self._secrets.get(client)
         return known is not None and hmac.compare_digest(known.encode(), secret.encode())
 
-    def _end_client(self, peer: _Peer, *, died: bool) -> None:
+    def _end_client(self, peer: Peer, *, died: bool) -> None:
         client = peer.client
         assert client is not None
         peer.is_lifeline = False
@@ -479,7 +466,7 @@ class Server:
             logger.warning("the bootstrap client died; ending the plane")
             self._stopping = True
 
-    def _hang_up(self, peer: _Peer) -> None:
+    def _hang_up(self, peer: Peer) -> None:
         if peer.is_lifeline:
             self._end_client(peer, died=True)
             return
@@ -499,7 +486,7 @@ class Server:
 
     # Requests
 
-    def _request(self, peer: _Peer, number: int, envelope: wire.Envelope, body: bytes) -> None:
+    def _request(self, peer: Peer, number: int, envelope: wire.Envelope, body: bytes) -> None:
         assert peer.client is not None
         request = PendingRequest(peer.client, number, peer.number)
         if isinstance(envelope.request, wire.Shutdown) and peer.client == self._bootstrap:
@@ -558,7 +545,7 @@ class Server:
         if peer is not None:
             self._answer(peer, request.number, answer)
 
-    def _answer(self, peer: _Peer, number: int, answer: wire.Answer) -> None:
+    def _answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
         self._unsent.append((peer, number, answer))
 
     def _send_answers(self) -> None:
@@ -570,7 +557,7 @@ class Server:
             for peer, number, answer in answers:
                 self._send_answer(peer, number, answer)
 
-    def _send_answer(self, peer: _Peer, number: int, answer: wire.Answer) -> None:
+    def _send_answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
         if peer.number not in self._peers:
             return  # it has hung up meanwhile
         body = wire.encode(answer)
@@ -582,25 +569,15 @@ class Server:
         if peer.unsent:
             peer.unsent += data
             return
-        sent = _send_some(peer.socket, data)
+        sent = send_some(peer.socket, data)
         if sent < len(data):
             peer.unsent += data[sent:]
             # As long as a client does not read its answers, no further requests are read from it.
             self._epoll.modify(peer.socket.fileno(), select.EPOLLOUT)
 
-    def _flush(self, peer: _Peer) -> None:
-        del peer.unsent[: _send_some(peer.socket, peer.unsent)]
+    def _flush(self, peer: Peer) -> None:
+        del peer.unsent[: send_some(peer.socket, peer.unsent)]
         while peer.unserved and not peer.unsent:
             self._serve_message(peer, *peer.unserved.popleft())
         if not peer.unsent and peer.number in self._peers:
             self._epoll.modify(peer.socket.fileno(), select.EPOLLIN)
-
-
-def _send_some(to: socket.socket, data: bytes | bytearray) -> int:
-    """How much of it the socket took: all, if the other end is gone, which is noticed when it is read."""
-    try:
-        return to.send(data)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        return 0 if error.errno in (errno.ENOBUFS, errno.ENOMEM) else len(data)

@@ -6,8 +6,12 @@ import time
 from collections.abc import Iterator
 
 from rlplane.control.conditions import Look
+from rlplane.control.requests import Claim
+from rlplane.control.state import ControlState
+from rlplane.errors import DataPlaneError
+from rlplane.service import protocol as wire
 
-__all__ = ["LookAhead", "LoopStall"]
+__all__ = ["LookAhead", "LoopStall", "look_ahead"]
 
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
@@ -34,6 +38,29 @@ class LookAhead:
             if not self._look(is_over):
                 return False
             self._look = None
+
+
+def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
+    """What has to be done before a request is handled, in pieces, so that others are served between them.
+
+    A condition or an order that nobody has asked for yet looks at the tags of many samples. It is called
+    until it returns True; None if there is nothing to do. It changes nothing but the time that the request
+    will take.
+    """
+    try:
+        match request:
+            case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
+                where or state.sorts_many(partition_id, order)
+            ):
+                claim = Claim(partition_id, task, fields, size, where, order=order)
+                looks = state.look_for_claim(claim)
+            case wire.Peek(partition_id, where) | wire.Count(partition_id, where) if where:
+                looks = state.look_for(partition_id, where)
+            case _:
+                return None
+    except DataPlaneError:
+        return None  # the request will be refused
+    return LookAhead(looks)
 
 
 class LoopStall:

@@ -13,7 +13,8 @@ from rlplane.control.loading import pieces_of
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import CapacityError, InvalidRequestError
 from rlplane.service import protocol as wire
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.storage.places import Layout, Loss, Place, Stretches
 from rlplane.storage.shm.arena import PAGE, Arena
 

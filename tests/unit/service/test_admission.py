@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, Desk
 
 from rlplane.service import protocol as wire
-from rlplane.service.core import PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.questions import status_of
 from rlplane.storage.shm.arena import PAGE
 
 LIMIT = 20
@@ -102,7 +103,7 @@ def test_a_spare_place_is_taken_back_before_anyone_waits_for_the_share(desk: Des
     answer = desk.answers[desk.commit(0, ["b"], place, 1, want=PAGE)]
     assert answer.spare is not None
     assert room_for(desk, ["c"], 9) in desk.answers
-    assert desk.service.status()["reserved"] == 9 * PAGE
+    assert status_of(desk.service)["reserved"] == 9 * PAGE
 
 
 def test_new_samples_that_wait_for_the_capacity_are_overtaken_after_a_pause() -> None:

@@ -19,7 +19,7 @@ from rlplane.control.loading import pieces_of
 from rlplane.control.rules import PartitionSpec
 from rlplane.service import checkpoints
 from rlplane.service import protocol as wire
-from rlplane.service.core import PendingRequest
+from rlplane.service.clients import PendingRequest
 from rlplane.storage.places import Layout, Place
 from rlplane.storage.shm.arena import PAGE, pages
 
@@ -569,7 +569,7 @@ def test_deadlines_of_requests_that_were_answered_are_forgotten(desk: Desk) -> N
         desk.commit(0, [f"s{number}"], place)
         desk.ask(0, wire.Clear("p", None))
     desk.service.expire()
-    assert len(desk.service._deadlines) <= 1025
+    assert len(desk.service.deadlines) <= 1025
     desk.service.disconnect(1, died=False)
     assert desk.answers[waiting].kind == "PlaneConnectionError"
 
@@ -790,7 +790,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.desk.pass_time(seconds)
         self._hear()
         self.desk.service.storage.tidy(self.desk.service.now)
-        deadlines = [at for at, _, request in self.desk.service._deadlines if request in self.waiting]
+        deadlines = [at for at, _, request in self.desk.service.deadlines._heap if request in self.waiting]
         assert min(deadlines, default=FOREVER) > self.desk.service.now
 
     @rule(number=st.integers(0, 6), freeze=st.booleans())
@@ -863,7 +863,7 @@ class ServiceMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_room_that_is_there(self) -> None:
-        waiting = self.desk.service._waiting_reservations
+        waiting = self.desk.service.reservations.waiting
         if waiting:
             arena, size = self.desk.host.arena, pages(next(iter(waiting)).nbytes)
             assert not self.desk.host.on_offer, "a spare could be taken back"
@@ -872,7 +872,7 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def whoever_is_not_answered_is_parked(self) -> None:
         service = self.desk.service
-        parked = {*service.state.waiting(), *(room.request for room in service._waiting_reservations)}
+        parked = {*service.state.waiting(), *(room.request for room in service.reservations.waiting)}
         assert parked == self.waiting.keys()
 
     def teardown(self) -> None:

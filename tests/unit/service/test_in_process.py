@@ -14,7 +14,7 @@ from rlplane.control.rules import PartitionSpec
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
 from rlplane.service import in_process
 from rlplane.service import protocol as wire
-from rlplane.service.core import PendingRequest
+from rlplane.service.clients import PendingRequest
 from rlplane.service.in_process import InProcessConnection, LocalService
 from rlplane.storage.keyed import KeyedHost
 from rlplane.storage.places import Layout

@@ -9,6 +9,7 @@ from tests.unit.service.service_harness import Desk
 
 from rlplane.service import protocol as wire
 from rlplane.service.core import ControlService
+from rlplane.service.questions import status_of
 from rlplane.storage.keyed import KeyedHost
 from rlplane.storage.places import Place
 from rlplane.storage.shm.arena import PAGE
@@ -92,10 +93,10 @@ def test_what_a_client_that_goes_has_not_committed_is_discarded(desk: KeyedDesk,
     spare = desk.put(0, ["a"], 1, want=2 * PAGE).spare
     reserved = desk.answers[desk.reserve(0, 3)].place
     assert spare is not None
-    assert desk.service.status()["reserved"] == 5 * PAGE
+    assert status_of(desk.service)["reserved"] == 5 * PAGE
     desk.service.disconnect(0, died=died)
     assert sorted(desk.let_go()) == sorted([spare.number, reserved.number])
-    assert desk.service.status()["reserved"] == 0 and desk.used == PAGE
+    assert status_of(desk.service)["reserved"] == 0 and desk.used == PAGE
     assert desk.ask(1, wire.ListIds("p")) == wire.Done(["a"])
 
 

@@ -13,6 +13,7 @@ from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.service import protocol as wire
 from rlplane.service import stall
+from rlplane.service.questions import status_of
 
 SAMPLES = 40_000
 
@@ -170,9 +171,9 @@ def test_the_status_says_for_how_long_the_loop_was_busy(desk: Desk) -> None:
     busy = desk.service.stall
     busy.record(0.2, 100.0)
     busy.record(0.1, 101.0)
-    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 200.0}
+    assert status_of(desk.service)["loop_stall_ms"] == {"max": 200.0, "recent": 200.0}
     busy.record(0.05, 111.0)
     busy.record(0.03, 122.0)
-    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 50.0}
+    assert status_of(desk.service)["loop_stall_ms"] == {"max": 200.0, "recent": 50.0}
     busy.record(0.01, 200.0)
-    assert desk.service.status()["loop_stall_ms"] == {"max": 200.0, "recent": 10.0}
+    assert status_of(desk.service)["loop_stall_ms"] == {"max": 200.0, "recent": 10.0}

@@ -16,7 +16,8 @@ from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
 from rlplane.errors import UnknownPartitionError
 from rlplane.service import protocol as wire
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import JournaledHost, recover
 from rlplane.storage.shm.arena import PAGE

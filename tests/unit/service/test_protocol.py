@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlplane import errors
 from rlplane.control.rules import PartitionSpec
 from rlplane.service import protocol as wire
-from rlplane.service.core import StalePlaceError, StaleSpecError
+from rlplane.service.commits import StalePlaceError, StaleSpecError
 from rlplane.storage.places import ALIGN, Layout, Loss, Place
 
 SPEC = PartitionSpec.checked("p", ["x", "y"], 4, ["t"], 2, {"y": ["a", "b"]})

@@ -25,10 +25,11 @@ from rlplane.control.rules import PartitionSpec
 from rlplane.errors import CheckpointError
 from rlplane.service import journal as journal_module
 from rlplane.service import protocol as wire
-from rlplane.service.core import ControlService, PendingRequest
+from rlplane.service.clients import PendingRequest
+from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.long_work import LongWork
-from rlplane.service.recovery import About, JournaledHost, Recovered, recover
+from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
 from rlplane.storage.keyed import KeyedHost
@@ -205,11 +206,11 @@ def picture(service: ControlService) -> dict[str, Any]:
         "events": {name: p.table.events for name, p in service.state.partitions.items()},
         "waiting": [(token.client, token.number) for token in service.state.waiting()],  # type: ignore[attr-defined]
         "reservations": [
-            (w.request.client, w.request.number, w.nbytes) for w in service._waiting_reservations
+            (w.request.client, w.request.number, w.nbytes) for w in service.reservations.waiting
         ],
-        "lines": [line_picture(service._waiting_reservations), line_picture(service.state._waiting_puts)],
-        "unanswered": sorted(service._unanswered),
-        "work": [work_picture(work) for work in service._work],
+        "lines": [line_picture(service.reservations.waiting), line_picture(service.state._waiting_puts)],
+        "unanswered": sorted(service.unanswered),
+        "work": [work_picture(work) for work in service.work],
         "blocks": dict(service.table.blocks),
         "lost": (service.dead, service.lost),
         "places": {n: service.table.places[n] for n, count in references.items() if count},
@@ -313,7 +314,7 @@ def _repeat_some_requests(desk: JournaledDesk, service: ControlService) -> None:
         held = service.clients.get(client)
         if held is None or type(request) not in wire.CHANGES:
             continue
-        is_known = number in held.answers or (client, number) in service._unanswered
+        is_known = number in held.answers or (client, number) in service.unanswered
         if not is_known and service._at_work_for(client, number) is None:
             continue
         again.clear()
@@ -356,9 +357,9 @@ def test_a_place_on_which_a_missing_client_may_have_a_lease_is_not_freed(
     monkeypatch.setattr(service.storage, "free", freed.append)
     service.handle(PendingRequest(1, 99, 7), wire.Envelope(wire.Clear("p", ["a"])))
     assert freed == []
-    service.resume(2, {desk.leases[2][0]: [place.number]}, [], recovered.places)
-    service.all_have_resumed()
-    assert service.unreferenced(recovered.places) == []
+    resume(service, 2, {desk.leases[2][0]: [place.number]}, [], recovered.places)
+    service.table.stop_keeping(service.storage)
+    assert unreferenced(service, recovered.places) == []
     service.release(2, desk.leases[2][0])
     assert [freed_place.number for freed_place in freed] == [place.number]
 
@@ -372,7 +373,7 @@ def test_a_request_that_was_abandoned_unheard_is_undone_when_its_client_resumes(
     _, number, _, _ = desk.asked[-1]
     recovered = recover(tmp_path, CAPACITY, 16 * PAGE)
     assert recovered.service.state.partition("p").task("t").count == 1
-    recovered.service.resume(2, {}, [number], recovered.places)
+    resume(recovered.service, 2, {}, [number], recovered.places)
     assert recovered.service.state.partition("p").task("t").count == 0
 
 
@@ -440,7 +441,7 @@ def test_a_place_that_changed_hands_while_a_client_was_missing_is_not_freed_twic
 
     for client in (1, 2):
         del server._missing[client]
-        server.service.resume(client, {}, [], server._still_in_use())
+        resume(server.service, client, {}, [], server._still_in_use())
     layout = layout_of(PAGE, 1)
     ask(1, 1001, wire.Commit("p", 1, ["a"], ["x"], [layout], place.number, PAGE, FOREVER))
     ask(1, 1002, wire.Unreserve(unused.number))

@@ -23,6 +23,7 @@ from rlplane.service.connection import SocketConnection
 from rlplane.service.framing import Inbox, message
 from rlplane.service.journal import Journal
 from rlplane.service.lifeline import Lifeline
+from rlplane.service.questions import status_of
 from rlplane.service.server import Server
 from rlplane.service.sockets import connect, listen
 from rlplane.storage.keyed import KeyedHost
@@ -69,7 +70,7 @@ class RunningServer:
         return found[0]
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.in_loop(self.server.service.status)
+        status: dict[str, Any] = self.in_loop(lambda: status_of(self.server.service))
         return status
 
     def waiting(self) -> int:
