@@ -108,11 +108,23 @@ class MooncakeUnit:
 
     def __init__(self, config: dict[str, Any], node_ip: str | None, quiet: bool) -> None:
         ip = node_ip or _get_local_node_ip()
-        # Before the import: Mooncake reads some of it when it is loaded, which TransferQueue does.
+        # Before the import: Mooncake reads some of it when it is loaded.
         set_mooncake_environment(ip, quiet=quiet)
-        from transfer_queue.storage.clients.base import StorageClientFactory
+        # Not through TransferQueue's client, as elsewhere: it loads torch, and a unit only lends memory.
+        from mooncake.store import MooncakeDistributedStore
 
-        self._client = StorageClientFactory.create("MooncakeStoreClient", {**config, "local_hostname": ip})
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup(
+            ip,
+            config["metadata_server"],
+            config["global_segment_size"],
+            config["local_buffer_size"],
+            config["protocol"],
+            config["device_name"],
+            config["master_server_address"],
+        )
+        if code != 0:
+            raise RuntimeError(f"Mooncake does not take the memory of this unit: code {code}")
 
     def get_zmq_server_info(self) -> None:
         """Answer, as TransferQueue's own actors do when they are asked whether they live."""
