@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.integration.warm_worker import warm_workers
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
 from rlplane.adapters.transfer_queue.plane import SERVICE, namespace, plane_config
@@ -43,18 +44,20 @@ def ray_cluster() -> Iterator[str]:
     # Short: Ray puts Unix sockets below it, and their paths have little room.
     directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=32,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=100 << 20,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=directory,
-    )
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    with warm_workers(directory) as runtime_env:
+        ray.init(
+            address="local",
+            num_cpus=32,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=100 << 20,
+            runtime_env=runtime_env,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=directory,
+        )
+        yield ray.get_runtime_context().gcs_address
+        ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 
 
