@@ -43,6 +43,8 @@ lint: $(STAMP) ## ruff, mypy --strict, import contracts
 	@echo "==> import contracts"
 	@$(RUN)/lint-imports --no-cache
 
+# The tests start hundreds of processes, each of which would else compile what it imports anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint ## Lint, then every test, in WORKERS processes, with the branch coverage of src
 	@echo "==> tests"
 	@mkdir -p $(dir $(COVERAGE))
