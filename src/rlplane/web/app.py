@@ -192,7 +192,8 @@ class DashboardServer(uvicorn.Server):
         half_open: HalfOpenConnections | None = None,
     ) -> None:
         app = make_app(feed, gate)
-        protocol = partial(GuardedProtocol, half_open or HalfOpenConnections())
+        # An empty one is false.
+        protocol = partial(GuardedProtocol, HalfOpenConnections() if half_open is None else half_open)
         super().__init__(
             uvicorn.Config(
                 app,
