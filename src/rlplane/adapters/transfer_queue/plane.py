@@ -9,6 +9,7 @@ nothing of ours asks it.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -49,6 +50,8 @@ AS_TRANSFER_QUEUE = "RLPLANE_AS_TRANSFER_QUEUE"
 # What decides how a plane is made; two processes that disagree about it cannot share one.
 _PLANE_KEYS = ("backend", "storage_capacity", "num_storage_units", "global_segment_size")
 _PLANE_OPTIONS = ("mooncake_protocol", "mooncake_device", "mooncake_master_port")
+
+_NO_MOONCAKE = "backend mooncake_cpu needs Mooncake; install it with: pip install 'rlplane[mooncake]'"
 
 
 @dataclass
@@ -168,6 +171,8 @@ def _init_tq(cfg: DataPlaneConfig) -> Plane:
         ConfigError: A plane made in another way runs there; the message shows the difference.
     """
     options = _options(cfg)
+    if cfg["backend"] == "mooncake_cpu" and importlib.util.find_spec("mooncake") is None:
+        raise MissingExtraError(_NO_MOONCAKE)  # before a Ray is started for nothing
     started_ray = _ensure_ray(cfg, start=True)
     if options.get("pin_runtime_env"):
         _patch_tq_actor_runtime_env()
@@ -439,9 +444,7 @@ def open_store(cfg: DataPlaneConfig, plane: Plane, *, wait_for_close: bool = Fal
         with quiet_stderr(quiet):
             client = theirs.load("storage.clients").StorageClientFactory.create("MooncakeStoreClient", config)
     except ImportError as error:
-        raise MissingExtraError(
-            "backend mooncake_cpu needs Mooncake; install it with: pip install 'rlplane[mooncake]'"
-        ) from error
+        raise MissingExtraError(_NO_MOONCAKE) from error
     except (RuntimeError, TimeoutError) as error:
         raise PlaneConnectionError(f"Mooncake cannot be reached: {error}") from error
 
