@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They take longest, so they begin first.
-_LONG = ("test_demo_runs", "mooncake", "simple", "test_bench")
+_LONG = ("mooncake", "simple", "test_demo_runs", "test_bench", "test_two_nodes", "test_bench_cluster")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

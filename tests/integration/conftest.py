@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import tempfile
@@ -38,27 +39,41 @@ def cluster_config(backend: str, **keys: Any) -> DataPlaneConfig:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
-    """A Ray of our own; its address."""
-    ray = pytest.importorskip("ray")
+def runtime_env() -> Iterator[dict[str, str]]:
+    """The runtime environment of jobs on a Ray of ours."""
     # Short: Ray puts Unix sockets below it, and their paths have little room.
     directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with warm_workers(directory) as runtime_env:
-        ray.init(
-            address="local",
-            num_cpus=32,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=100 << 20,
-            runtime_env=runtime_env,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=directory,
-        )
-        yield ray.get_runtime_context().gcs_address
-        ray.shutdown()
+    with warm_workers(directory) as environment:
+        yield environment
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(runtime_env: dict[str, str]) -> Iterator[str]:
+    """A Ray of our own; its address."""
+    ray = pytest.importorskip("ray")
+    directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=32,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=100 << 20,
+        runtime_env=runtime_env,
+        _node_ip_address=LOOPBACK,
+        _temp_dir=directory,
+    )
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def submitted(runtime_env: dict[str, str]) -> dict[str, str]:
+    """What Ray puts into the environment of a job that was submitted with this runtime environment."""
+    return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env})}
 
 
 class ClusterFactory:

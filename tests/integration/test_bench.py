@@ -30,6 +30,9 @@ DATA_OPS = {
 }
 
 
+PEERS = ["redis", "ray", "tq-simple", "tq-mooncake"]
+
+
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, str, Path]:
     """One run of the command: its result, what it printed, and where its files are."""
@@ -98,23 +101,31 @@ def tiny_plan() -> Plan:
     return replace(plan, grpo=plan.grpo[:1], wide=plan.wide[1:2], images=plan.images[:2], wakes=5, claims=3)
 
 
-def run_with(
-    *extra: Participant, monkeypatch: pytest.MonkeyPatch, only_limits: bool = True
-) -> tuple[BenchResult, dict[str, list[str]]]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def run_with(*extra: Participant) -> BenchResult:
     chosen, _ = participants_for([])
     limits = [participant for participant in chosen if participant.name in ("copy", "zmq")]
-    result = run_bench(tiny_plan(), [*limits, *extra] if only_limits else [*chosen, *extra])
-    return result, {check.participant: check.wrong for check in result.checks}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        return run_bench(tiny_plan(), [*limits, *extra])
 
 
-def test_a_participant_that_returns_wrong_bytes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, wrong = run_with(
-        Participant("wrong-byte", "", "bench_faulty_stores:WrongByte", peer="faulty"),
-        Participant("old-batch", "", "bench_faulty_stores:OldBatch", peer="faulty"),
-        monkeypatch=monkeypatch,
+@pytest.fixture(scope="module")
+def with_faulty_peers() -> BenchResult:
+    """One run with peers each of which is faulty in another way."""
+    faulty = {
+        "wrong-byte": "WrongByte",
+        "old-batch": "OldBatch",
+        "dies": "Dies",
+        "is-not-there": "NoSuchStore",
+    }
+    return run_with(
+        *(Participant(name, "", f"bench_faulty_stores:{cls}", peer="faulty") for name, cls in faulty.items())
     )
-    assert not result.right
+
+
+def test_a_participant_that_returns_wrong_bytes_is_caught(with_faulty_peers: BenchResult) -> None:
+    wrong = {check.participant: check.wrong for check in with_faulty_peers.checks}
+    assert not with_faulty_peers.right
     assert wrong["copy"] == []
     assert any("grpo-13MB, get, round 0" in text and "token_mask" in text for text in wrong["wrong-byte"])
     assert any("wide-8" in text for text in wrong["wrong-byte"]) or len(wrong["wrong-byte"]) == 5
@@ -122,12 +133,8 @@ def test_a_participant_that_returns_wrong_bytes_is_caught(monkeypatch: pytest.Mo
     assert not any("round 0" in text for text in wrong["old-batch"])
 
 
-def test_a_peer_that_dies_drops_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, _ = run_with(
-        Participant("dies", "", "bench_faulty_stores:Dies", peer="faulty"),
-        Participant("is-not-there", "", "bench_faulty_stores:NoSuchStore", peer="faulty"),
-        monkeypatch=monkeypatch,
-    )
+def test_a_peer_that_dies_drops_out_and_the_others_go_on(with_faulty_peers: BenchResult) -> None:
+    result = with_faulty_peers
     failures = {check.participant: check.failure for check in result.checks}
     assert "ended with code 7" in (failures["dies"] or "")
     assert "NoSuchStore" in (failures["is-not-there"] or "")
@@ -136,9 +143,9 @@ def test_a_peer_that_dies_drops_out_and_the_others_go_on(monkeypatch: pytest.Mon
     assert any("dies dropped out" in note for note in result.notes)
 
 
-def test_without_its_limit_or_the_engine_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_limit_or_the_engine_there_is_no_run() -> None:
     with pytest.raises(WorkerError, match="code 7"):
-        run_with(Participant("dies", "", "bench_faulty_stores:Dies"), monkeypatch=monkeypatch)
+        run_with(Participant("dies", "", "bench_faulty_stores:Dies"))
 
 
 def test_a_worker_process_says_which_command_failed_and_why() -> None:
@@ -194,24 +201,31 @@ def test_a_worker_process_that_is_told_to_end_ends_its_server_and_removes_its_fi
     worker.close()
 
 
-@pytest.mark.parametrize(
-    "peer",
-    [
-        pytest.param("redis"),
-        pytest.param("ray", marks=[pytest.mark.cluster, pytest.mark.slow]),
-        pytest.param("tq-simple", marks=[pytest.mark.cluster, pytest.mark.slow]),
-        pytest.param("tq-mooncake", marks=[pytest.mark.cluster, pytest.mark.slow]),
-    ],
-)
-def test_a_peer_takes_part_through_its_own_api_and_returns_the_right_bytes(peer: str) -> None:
-    chosen, _ = participants_for([peer])
+@pytest.fixture(scope="module")
+def with_peers(submitted: dict[str, str]) -> BenchResult:
+    """One run with all peers, in the smallest form that takes them through everything."""
+    chosen, _ = participants_for(PEERS)
     chosen = [participant for participant in chosen if participant.name not in ("copy-1", "rlplane")]
-    plan = replace(tiny_plan(), clients=(1, 2), resident=(128, 256))
-    result = run_bench(plan, chosen)
-    for check in result.checks:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in submitted.items():
+            patch.setenv(name, value)
+        return run_bench(replace(tiny_plan(), clients=(1, 2), resident=(128, 256)), chosen)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_peer_takes_part_through_its_own_api_and_returns_the_right_bytes(
+    with_peers: BenchResult, peer: str
+) -> None:
+    limits = [p for p in participants_for([])[0] if p.name not in ("copy-1", "rlplane")]
+    peers = [participant for participant in participants_for([peer])[0] if participant.peer is not None]
+    assert peers
+    checks = {check.participant: check for check in with_peers.checks}
+    for participant in [*limits, *peers]:
+        check = checks[participant.name]
         assert check.failure is None
         assert check.right, check.wrong
-    for participant in chosen:
-        if participant.peer is not None:
-            measured = {series.part for series in result.series if series.participant == participant.name}
-            assert measured == set(participant.parts)
+    for participant in peers:
+        measured = {s.part for s in with_peers.series if s.participant == participant.name}
+        assert measured == set(participant.parts)
