@@ -236,7 +236,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
             step=step,
             max_uses=None if max_uses == 1 else max_uses,
             repeat_where=repeat_where,
-            split_groups=split_groups,
+            split_groups=split_groups or None,
         )
         meta: KVBatchMeta = self._measure(
             "claim_meta",
