@@ -97,7 +97,9 @@ def work(streams: list[int], command: list[str], environment: dict[str, str], di
     os.environ.update(environment)
     os.chdir(directory)
     sys.argv = command
-    sys.path[0] = os.path.dirname(command[0])
+    # As in a process that begins with this environment.
+    mine = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [os.path.dirname(command[0]), *mine]
     code = 1
     try:
         runpy.run_path(command[0], run_name="__main__")
