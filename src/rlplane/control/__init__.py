@@ -10,6 +10,7 @@ partition.py   one partition: registering, writing, removing, and the parts that
   flow_control.py   its flow policy, applied to rows
   looking.py        questions that change nothing
 clearing.py    a clear of many samples, a slice at a time
+losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready
 groups.py      the same for whole GRPO groups

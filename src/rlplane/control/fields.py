@@ -85,20 +85,21 @@ class FieldIndex:
             gone.append(self.forget_turns(rows))
         return gone
 
-    def rows_in(self, lost: LostRows) -> Rows:
-        """The rows that have lost their value, or a turn of it."""
+    def rows_in(self, lost: LostRows, rows: Rows) -> Rows:
+        """Those of the rows that have lost their value, or a turn of it."""
 
         def is_lost(block: int, position: int) -> bool:
-            rows = lost[block]
-            return rows is None or bool(rows[position])
+            of_block = lost[block]
+            return of_block is None or bool(of_block[position])
 
-        touched = np.flatnonzero(np.isin(self.block, np.fromiter(lost, np.int64, len(lost))))
+        blocks = self.block[rows]
+        touched = rows[np.isin(blocks, [block for block in np.unique(blocks).tolist() if block in lost])]
         places = zip(self.block[touched].tolist(), self.position[touched].tolist(), strict=True)
         gone = touched[np.fromiter((is_lost(*place) for place in places), bool, len(touched))].tolist()
         gone += [
             row
-            for row, turns in self.turns.items()
-            if any(block in lost and is_lost(block, position) for block, position in turns)
+            for row in (rows.tolist() if self.turns else ())
+            if any(block in lost and is_lost(block, position) for block, position in self.turns.get(row, ()))
         ]
         return np.unique(np.array(gone, np.int64))
 

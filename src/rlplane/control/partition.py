@@ -297,9 +297,9 @@ class Partition:
 
     # Losses
 
-    def lost_fields(self, lost: LostRows) -> dict[str, Rows]:
-        """By field, the rows that have lost their value or a turn of it."""
-        fields = {name: column.rows_in(lost) for name, column in self.columns.items()}
+    def lost_fields(self, lost: LostRows, rows: Rows) -> dict[str, Rows]:
+        """By field, those of the rows that have lost their value or a turn of it."""
+        fields = {name: column.rows_in(lost, rows) for name, column in self.columns.items()}
         return {name: rows for name, rows in fields.items() if len(rows)}
 
     def lose(self, name: str, rows: Rows) -> BlockRows:

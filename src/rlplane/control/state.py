@@ -26,6 +26,7 @@ from rlplane.control.conditions import Look
 from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
+from rlplane.control.losing import Losing
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
@@ -271,25 +272,35 @@ class ControlState:
         are as if those fields had not been written; also returns how many samples those are. A put that
         waits for room with such bytes is refused."""
         effects = Effects()
+        losing = self.begin_lose(lost, refusal, effects)
+        while not losing.is_over:
+            self.lose_some(losing, _MANY, effects)
+        return losing.count, effects
+
+    def begin_lose(self, lost: LostRows, refusal: DataPlaneError, effects: Effects) -> Losing:
+        """The same with :meth:`lose_some`, a slice at a time."""
         for put in [put for put in self._waiting_puts if not lost.keys().isdisjoint(put.blocks.values())]:
             self._waiting_puts.remove(put)
             self._refuse(put, refusal, effects)
-        count = 0
-        for partition in self.partitions.values() if lost else ():
-            fields = partition.lost_fields(lost)
-            if not fields:
-                continue
-            rows = np.unique(np.concatenate(list(fields.values())))
-            count += len(rows)
+        self._retry_puts(effects)
+        return Losing(self.partitions.values(), lost)
+
+    def lose_some(self, losing: Losing, most: int, effects: Effects) -> int:
+        """Go on with a loss; return how many rows were looked at."""
+        partition, rows = losing.next_rows(most)
+        fields = partition.lost_fields(losing.lost, rows)
+        if fields:
+            gone = np.unique(np.concatenate(list(fields.values())))
+            losing.count += len(gone)
             if partition.spec.flow is not None and partition.spec.flow.on_lost == "keep":
                 for name, those in fields.items():
                     partition.release_rows(*partition.lose(name, those), effects)
             else:
-                partition.table.note_lost(rows)
-                self._evict(partition, rows, LOST, effects)
+                partition.table.note_lost(gone)
+                self._evict(partition, gone, LOST, effects)
             self._answer_claims(partition, effects)
-        self._retry_puts(effects)
-        return count, effects
+            self._retry_puts(effects)
+        return max(len(rows), 1)
 
     def close_group(
         self, partition_id: str, group: str | int, reason: str, fields: Sequence[str] = ()

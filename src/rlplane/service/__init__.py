@@ -6,7 +6,7 @@
     commits.py      how a write becomes part of the state
     questions.py    requests that change nothing
     deadlines.py    until when requests wait
-    long_work.py    what a request has begun, and is gone on with between others
+    long_work.py    LongWork: what was begun, and is gone on with between others
     checkpoints.py  Checkpoints: a plane that is frozen to be saved, and replaced by one that is loaded
     protocol.py     the messages
     framing.py      messages over a stream socket

@@ -18,7 +18,7 @@ from rlplane.errors import CheckpointError, InvalidRequestError, MissingDataErro
 from rlplane.service import protocol as wire
 from rlplane.service.block_table import Block
 from rlplane.service.clients import Client, PendingRequest
-from rlplane.service.long_work import LongWork
+from rlplane.service.long_work import ClearWork
 
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
@@ -174,4 +174,4 @@ class Checkpoints:
         for name, partition in restored.partitions.items():
             # What was being trained may be too old to be handed out again.
             service.carry_out(restored.advance(name, partition.flow.version))
-        service.begin(LongWork(request, old))
+        service.begin(ClearWork(request, old))

@@ -24,7 +24,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.block_table import Block, BlockTable
 from rlplane.service.checkpoints import Checkpoints
 from rlplane.service.clients import Client, PendingRequest
-from rlplane.service.commits import StalePlaceError, commit
+from rlplane.service.commits import commit
 from rlplane.service.deadlines import Deadlines
 from rlplane.service.field_rows import field_rows
 from rlplane.service.journal import (
@@ -39,8 +39,7 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import LongWork
-from rlplane.service.lost_rows import lost_rows
+from rlplane.service.long_work import ClearWork, LongWork, LossWork
 from rlplane.service.questions import answer_question
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall, look_ahead
@@ -225,9 +224,9 @@ class ControlService:
 
     def _at_work_for(self, client: int, number: int) -> PendingRequest | None:
         """The request of that number, if it has been begun."""
-        for work in self.work:
-            if (work.request.client, work.request.number) == (client, number):
-                return work.request
+        for request in (request for work in self.work for request in work.requests):
+            if (request.client, request.number) == (client, number):
+                return request
         return None
 
     def send(self, request: PendingRequest, answer: wire.Answer) -> None:
@@ -259,7 +258,7 @@ class ControlService:
                     clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:
                     clearing = self.state.begin_clear(partition_id, ids)
-                self.begin(LongWork(request, [clearing]))
+                self.begin(ClearWork(request, [clearing]))
                 return None
             case wire.Unclaim(partition_id, task, ids, is_finished):
                 self.state.partition(partition_id).task(task)
@@ -271,7 +270,7 @@ class ControlService:
             case wire.DropPartition(partition_id):
                 clearing, effects = self.state.begin_drop(partition_id)
                 self.carry_out(effects)
-                self.begin(LongWork(request, [clearing]))
+                self.begin(ClearWork(request, [clearing]))
                 return None
             case wire.Reserve():
                 return self.reservations.ask(request, held, body)
@@ -283,8 +282,8 @@ class ControlService:
                     self.reservations.reclaim_spares()
                 return wire.Done()
             case wire.Lost(loss):
-                self.lose(loss)
-                return wire.Done()
+                self.lose(loss, request)
+                return None
             case wire.Register(spec, extend):
                 self.carry_out(self.state.register(spec, extend=extend))
                 return wire.Done()
@@ -356,15 +355,17 @@ class ControlService:
         try:
             self.begin(work)
         except Exception as error:
-            self.send(work.request, wire.Failure("", f"{type(error).__name__}: {error}"))
+            for request in work.requests:
+                self.send(request, wire.Failure("", f"{type(error).__name__}: {error}"))
             raise
 
     def begin(self, work: LongWork) -> None:
         """Do the first slice, or the next. What was begun takes turns, so that a short clear does not wait
         for a long one."""
         effects = Effects()
-        if work.do_slice(self.state, effects):
-            self.send(work.request, wire.Done(work.count))
+        if work.do_slice(self, effects):
+            for request in work.requests:
+                self.send(request, wire.Done(work.count))
         else:
             self.work.append(work)
         self.carry_out(effects)
@@ -375,12 +376,19 @@ class ControlService:
         """Serve the reservations that wait, as far as it is their turn and there is room."""
         self.reservations.retry()
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, loss: Loss, request: PendingRequest | None = None) -> None:
         """Storage has died: nothing is placed there any more, and what was there is cleared, or counts as
-        not written, as its partition says."""
+        not written, as its partition says. Whoever has asked for that is answered then."""
         self.storage.lose(loss)  # first, because it may refuse
         units = set(loss.units) - set(self.dead.units)
         if not units and not loss.chunks:
+            if request is not None:
+                # Others have said it before. What was there may not all have been found yet.
+                under_way = [work for work in self.work if isinstance(work, LossWork)]
+                if under_way:
+                    under_way[-1].requests.append(request)
+                else:
+                    self.send(request, wire.Done())
             return
         if self.journal is not None:
             self.journal.add(Lost(loss, self.now))
@@ -388,12 +396,7 @@ class ControlService:
             self.dead = Loss(tuple(sorted({*self.dead.units, *units})), loss.of)
             logger.warning("storage units %s have died: nothing is written there any more", sorted(units))
         self.reservations.reclaim_spares()
-        stale = StalePlaceError("the storage that it was written to has died")
-        count, effects = self.state.lose(lost_rows(self.table.blocks, self.table.places, loss), stale)
-        if count:
-            self.lost += count
-            logger.warning("%d samples were lost with the storage that had them", count)
-        self.carry_out(effects)
+        self.begin(LossWork([] if request is None else [request], loss, self.table.blocks))
         self.retry_reservations()
 
     def committed_places(self) -> list[Place]:

@@ -1,34 +1,91 @@
-"""``LongWork``: what a request has begun, and the loop goes on with between others until it is done."""
+"""``LongWork``: what was begun for a request, and the loop goes on with between others until it is done.
+
+A slice is a number of samples and not a time, because a journal that is repeated must have the same slices.
+"""
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rlplane.control.clearing import Clearing
-from rlplane.control.requests import Effects
-from rlplane.control.state import ControlState
+from rlplane.control.losing import Losing
+from rlplane.control.requests import Effects, LostRows
 from rlplane.service.clients import PendingRequest
+from rlplane.service.commits import StalePlaceError
+from rlplane.service.lost_rows import lost_rows
+from rlplane.storage.places import Loss
 
-__all__ = ["LongWork"]
+if TYPE_CHECKING:
+    from rlplane.service.core import ControlService
+
+__all__ = ["ClearWork", "LongWork", "LossWork"]
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8192  # blocks or rows that are looked at within some ten milliseconds
 
 
-class LongWork:
-    """Samples that are to be cleared, a slice at a time, and the request that is answered then."""
+class LongWork(ABC):
+    """Something to do, a slice at a time, and the requests that are answered when it is done."""
 
-    __slots__ = ("_clearings", "request")
+    def __init__(self, requests: Iterable[PendingRequest]) -> None:
+        self.requests = list(requests)
+        self.count = 0  # of samples
+
+    @abstractmethod
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """Go on; True when nothing is left to do."""
+
+
+class ClearWork(LongWork):
+    """Samples that are cleared."""
 
     def __init__(self, request: PendingRequest, clearings: Iterable[Clearing]) -> None:
-        self.request, self._clearings = request, list(clearings)
+        super().__init__([request])
+        self._clearings = list(clearings)
 
-    def do_slice(self, state: ControlState, effects: Effects) -> bool:
-        """Go on; True when nothing is left to do."""
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
         for clearing in self._clearings:
             if not clearing.is_over:
-                state.clear_some(clearing, effects)
+                service.state.clear_some(clearing, effects)
                 break
+        self.count = sum(clearing.count for clearing in self._clearings)
         return all(clearing.is_over for clearing in self._clearings)
 
-    @property
-    def count(self) -> int:
-        """How many samples there were."""
-        return sum(clearing.count for clearing in self._clearings)
+
+class LossWork(LongWork):
+    """Samples that have lost bytes with a part of the storage. Their blocks are found first, and then they
+    are."""
+
+    def __init__(self, requests: Iterable[PendingRequest], loss: Loss, blocks: Iterable[int]) -> None:
+        super().__init__(requests)
+        self._loss, self._blocks = loss, list(blocks)
+        self._lost: LostRows = {}
+        self._losing: Losing | None = None
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        state, table = service.state, service.table
+        some, self._blocks = self._blocks[-_AT_ONCE:], self._blocks[:-_AT_ONCE]
+        known = {block: table.blocks[block] for block in some if block in table.blocks}
+        places = {home: table.places[home] for home, _, _ in known.values()}
+        self._lost |= lost_rows(known, places, self._loss)
+        if self._blocks:
+            return False
+        if self._losing is None:
+            stale = StalePlaceError("the storage that it was written to has died")
+            self._losing = state.begin_lose(self._lost, stale, effects)
+        left = _AT_ONCE - len(some)
+        while left > 0 and not self._losing.is_over:
+            left -= state.lose_some(self._losing, left, effects)
+        if not self._losing.is_over:
+            return False
+        self.count = self._losing.count
+        if self.count:
+            service.lost += self.count
+            logger.warning("%d samples were lost with the storage that had them", self.count)
+        return True

@@ -337,7 +337,8 @@ def begin_again(service: ControlService, in_use: set[int], first_lease: int) -> 
             channel: grant for channel, grant in held.granted.items() if not isinstance(grant[1], int)
         }
     service.next_lease = max(service.next_lease, first_lease)
-    for request in [*service.unanswered.values(), *(work.request for work in service.work)]:
+    begun = [request for work in service.work for request in work.requests]
+    for request in [*service.unanswered.values(), *begun]:
         request.channel = 0
 
 

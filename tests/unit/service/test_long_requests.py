@@ -10,16 +10,20 @@ from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_
 
 from rlplane.control import clearing, loading
 from rlplane.control.dump import dump_state
+from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
 from rlplane.errors import UnknownPartitionError
+from rlplane.service import long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import JournaledHost, recover
+from rlplane.storage.keyed import KeyedHost
+from rlplane.storage.places import Loss
 from rlplane.storage.shm.arena import PAGE
 
 AT_ONCE = 4
@@ -224,3 +228,35 @@ def test_samples_that_are_replaced_by_a_load_go_in_slices(desk: Desk) -> None:
     assert finish(desk) == 9
     assert desk.answers[request] == wire.Done(len(IDS))
     assert desk.service.state.live == 2 and desk.used == PAGE
+
+
+def test_samples_that_were_lost_with_a_storage_unit_are_found_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_work, "_AT_ONCE", AT_ONCE)
+    desk = Desk()
+    desk.service.storage = KeyedHost(1000 * PAGE, lambda place: True, 4)
+    desk.service.connect(0)
+    desk.register()
+    places = {}
+    for sample_id in IDS:
+        place = desk.answers[desk.reserve(0, 1)].place
+        places[sample_id] = place.number
+        desk.commit(0, [sample_id], place)
+    looked_at: list[int] = []
+    rows_in = FieldIndex.rows_in
+
+    def counted(self: FieldIndex, lost: Any, rows: Any) -> Any:
+        looked_at.append(len(rows))
+        return rows_in(self, lost, rows)
+
+    monkeypatch.setattr(FieldIndex, "rows_in", counted)
+    first = desk.post(0, wire.Lost(Loss((1,), 4)))
+    second = desk.post(0, wire.Lost(Loss((1,), 4)))  # another client has noticed it too
+    desk.ask(0, wire.Clear("p", IDS[:AT_ONCE]))  # some that are lost may be gone when they are found
+    assert desk.answers.keys().isdisjoint({first, second})
+    kept = [sample_id for sample_id in IDS[AT_ONCE:] if places[sample_id] % 4 != 1]
+    assert finish(desk) >= 2 * len(IDS) // AT_ONCE - 2 and max(looked_at) <= AT_ONCE
+    assert desk.answers[first] == desk.answers[second] == wire.Done(len(IDS) - AT_ONCE - len(kept))
+    assert live(desk) == kept
+    assert desk.ask(0, wire.Lost(Loss((1,), 4))) == wire.Done()

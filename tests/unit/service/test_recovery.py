@@ -24,11 +24,12 @@ from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import CheckpointError
 from rlplane.service import journal as journal_module
+from rlplane.service import long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import LongWork
+from rlplane.service.long_work import LossWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -46,6 +47,7 @@ UNITS = 5
 def the_shortest_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clearing, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(long_work, "_AT_ONCE", 3)
         yield
 
 
@@ -146,7 +148,9 @@ class JournaledDesk:
                 if self.leases[client]:
                     self.service.release(client, self.leases[client].pop())
             case "abandon":
-                mine = [number for owner, number, _, _ in self.asked[-6:] if owner == client]
+                # A caller abandons what it asked last over its channel: it has read what came before.
+                last = {channel: number for owner, number, _, channel in self.asked if owner == client}
+                mine = [number for _, number, _, _ in self.asked[-6:] if number in last.values()]
                 if mine:
                     self.service.abandon(client, pick.choice(mine))
             case "expire":
@@ -222,10 +226,15 @@ def picture(service: ControlService) -> dict[str, Any]:
     }
 
 
-def work_picture(work: LongWork) -> list[Any]:
-    asked = work.request
-    rest = [(each._ids, each._at, each.count, partition_picture(each.partition)) for each in work._clearings]
-    return [asked.client, asked.number, asked.remembered, rest]
+def work_picture(work: Any) -> list[Any]:
+    if isinstance(work, LossWork):  # who waits for it asks again
+        losing = work._losing
+        return [work._blocks, sorted(work._lost), losing and (losing._at, losing.count)]
+    asked = [(request.client, request.number, request.remembered) for request in work.requests]
+    return [
+        asked,
+        [(each._ids, each._at, each.count, partition_picture(each.partition)) for each in work._clearings],
+    ]
 
 
 def line_picture(line: WaitingLine[Any]) -> list[Any]:
