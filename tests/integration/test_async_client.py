@@ -284,7 +284,7 @@ async def test_what_takes_long_to_encode_is_encoded_by_a_helper_thread(client, m
         encoders.append(threading.current_thread().name)
         return encode_columns(*args, **how)
 
-    monkeypatch.setattr("rlplane.adapters.client.encode_columns", noted_encode)
+    monkeypatch.setattr("rlplane.adapters.calls.encode_columns", noted_encode)
     count = 200 if kind == "objects" else 64
     ids = [f"s{row}" for row in range(count)]
     await client.put_samples(ids, "p", TensorDict({"x": slow_column(kind)}, batch_size=[count]))

@@ -24,7 +24,6 @@ from rlplane.metrics.events import (
 )
 from rlplane.observability import MetricsDataPlaneClient, wrap_with_observability
 from rlplane.transfer_stats import TransferRecord as Transfer
-from rlplane.transfer_stats import TransferStats
 from rlplane.transport import Pattern, ZmqMessageSubscriber
 
 
@@ -145,7 +144,6 @@ def test_the_engines_counts_arrive_by_themselves_with_the_capacity(aggregator, i
 
 
 def test_transfers_and_warnings_arrive(aggregator, inner):
-    inner.transfer_stats = TransferStats()
     client = MetricsDataPlaneClient(inner, metrics_address=aggregator.address)
     client.register_partition("p", ["x"], 3, ["train"])
     put(client, ["a"])
