@@ -149,8 +149,9 @@ def tensor_at(memory: NDArray[np.uint8], start: int, dtype: torch.dtype, shape: 
     It is no slice of a larger tensor: whoever pickles a slice sends all that it is a slice of.
     """
     flat = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start)
-    # torch takes half as long again to read a shape that comes as a tuple.
-    return flat.view(*shape) if shape else flat.view(())
+    # Not a view, which would be a second tensor. And torch takes half as long again to read a shape that
+    # comes as a tuple.
+    return flat.resize_(*shape) if shape else flat.resize_(())
 
 
 def out_of_memory(error: OSError, what: str) -> CapacityError:
