@@ -267,18 +267,10 @@ class ControlState:
         self._retry_puts(effects)
         return effects
 
-    def lose(self, lost: LostRows, refusal: DataPlaneError) -> tuple[int, Effects]:
-        """Bytes are gone: samples that had some there are evicted or, if their partition wants to keep them,
-        are as if those fields had not been written; also returns how many samples those are. A put that
-        waits for room with such bytes is refused."""
-        effects = Effects()
-        losing = self.begin_lose(lost, refusal, effects)
-        while not losing.is_over:
-            self.lose_some(losing, _MANY, effects)
-        return losing.count, effects
-
     def begin_lose(self, lost: LostRows, refusal: DataPlaneError, effects: Effects) -> Losing:
-        """The same with :meth:`lose_some`, a slice at a time."""
+        """Bytes are gone: samples that had some there are evicted or, if their partition wants to keep them,
+        are as if those fields had not been written, with :meth:`lose_some`, a slice at a time. A put that
+        waits for room with such bytes is refused."""
         for put in [put for put in self._waiting_puts if not lost.keys().isdisjoint(put.blocks.values())]:
             self._waiting_puts.remove(put)
             self._refuse(put, refusal, effects)
