@@ -26,7 +26,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They take longest, so they begin first.
-_LONG = ("mooncake", "simple", "test_demo_runs", "test_bench", "test_two_nodes", "test_bench_cluster")
+_LONG = (
+    "mooncake",
+    "simple",
+    "test_demo_runs",
+    "test_bench",
+    "test_two_nodes",
+    "test_bench_cluster",
+    "test_stress",
+    "test_trainer_docs",
+    "test_tutorial",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

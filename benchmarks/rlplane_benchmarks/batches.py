@@ -16,7 +16,18 @@ from torch import Tensor
 from rlplane_benchmarks.images import ImageBatch
 from rlplane_benchmarks.plan import Workload
 
-__all__ = ["Batch", "Columns", "Words", "make_batches", "scattered_order", "touch", "words_of"]
+__all__ = [
+    "BYTES_PER_TOKEN",
+    "GRPO_FIELDS",
+    "Batch",
+    "Columns",
+    "Words",
+    "grpo_batch",
+    "make_batches",
+    "scattered_order",
+    "touch",
+    "words_of",
+]
 
 Columns: TypeAlias = dict[str, tuple[Tensor | list[Tensor], Sequence[int] | None]]
 """What a reader got: by field, its values (one tensor, or one per row) and, if ragged, the rows' lengths."""
@@ -24,7 +35,7 @@ Columns: TypeAlias = dict[str, tuple[Tensor | list[Tensor], Sequence[int] | None
 Words: TypeAlias = NDArray[np.int64] | NDArray[np.uint8]
 
 # What GRPO stores for a token: 25 bytes in six columns.
-_GRPO_FIELDS = {
+GRPO_FIELDS = {
     "input_ids": torch.int64,
     "generation_logprobs": torch.float32,
     "prev_logprobs": torch.float32,
@@ -32,7 +43,7 @@ _GRPO_FIELDS = {
     "advantages": torch.float32,
     "token_mask": torch.int8,
 }
-_BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in _GRPO_FIELDS.values())
+BYTES_PER_TOKEN = sum(dtype.itemsize for dtype in GRPO_FIELDS.values())
 _STAMPS = 120  # fits int8
 
 
@@ -44,12 +55,10 @@ class Batch:
         self.values = values
         self.rows = rows
         self.lengths: list[int] | None = None
-        self._starts: Tensor | None = None
         self.offsets: Tensor | None = None
         if lengths is not None:
             self.lengths = lengths.tolist()
             self.offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-            self._starts = self.offsets[:-1]
 
     @property
     def nbytes(self) -> int:
@@ -66,18 +75,17 @@ class Batch:
     def stamp(self, number: int) -> None:
         """Write the round's number into the first element of every row and field."""
         for value in self.values.values():
-            if self._starts is None:
+            if self.offsets is None:
                 value[:, 0] = number % _STAMPS
             else:
-                value[self._starts] = torch.tensor(number % _STAMPS, dtype=value.dtype)
+                value[self.offsets[:-1]] = torch.tensor(number % _STAMPS, dtype=value.dtype)
 
     def tensordict(self) -> TensorDict:
         """The batch as rlplane and TransferQueue take it."""
         if self.offsets is None:
             return TensorDict(dict(self.values), batch_size=[self.rows])
-        offsets = self.offsets
         columns: dict[str, Any] = {
-            name: torch.nested.nested_tensor_from_jagged(value, offsets)
+            name: torch.nested.nested_tensor_from_jagged(value, self.offsets)
             for name, value in self.values.items()
         }
         return TensorDict(columns, batch_size=[self.rows])
@@ -122,28 +130,28 @@ def make_batches(workloads: Sequence[Workload]) -> dict[str, Batch | ImageBatch]
     for workload in workloads:
         if workload.is_trees:
             batches[workload.name] = ImageBatch(workload)
-            continue
-        if workload.ragged:
-            batches[workload.name] = _grpo(workload)
-            continue
-        width = workload.nbytes // (4 * workload.rows * workload.fields)
-        count = width * workload.rows * workload.fields
-        parts = buffer[:count].view(workload.fields, workload.rows, width).unbind()
-        values = {f"field_{number}": part for number, part in enumerate(parts)}
-        batches[workload.name] = Batch(workload.name, values, None, workload.rows)
+        elif workload.ragged:
+            batches[workload.name] = grpo_batch(workload)
+        else:
+            width = workload.nbytes // (4 * workload.rows * workload.fields)
+            count = width * workload.rows * workload.fields
+            parts = buffer[:count].view(workload.fields, workload.rows, width).unbind()
+            values = {f"field_{number}": part for number, part in enumerate(parts)}
+            batches[workload.name] = Batch(workload.name, values, None, workload.rows)
     return batches
 
 
-def _grpo(workload: Workload) -> Batch:
+def grpo_batch(workload: Workload) -> Batch:
+    """Ragged rows of what GRPO stores for a token."""
     source = torch.Generator().manual_seed(workload.nbytes)
-    mean = max(workload.nbytes // (workload.rows * _BYTES_PER_TOKEN), 2)
+    mean = max(workload.nbytes // (workload.rows * BYTES_PER_TOKEN), 2)
     lengths = torch.randint(mean // 2, mean + mean // 2 + 1, (workload.rows,), generator=source)
     lengths.clamp_(min=1)
     # The last row makes up the difference, so that a batch of "13 MB" has just that.
-    lengths[-1] = max(workload.nbytes // _BYTES_PER_TOKEN - int(lengths[:-1].sum()), 1)
+    lengths[-1] = max(workload.nbytes // BYTES_PER_TOKEN - int(lengths[:-1].sum()), 1)
     tokens = int(lengths.sum())
     values = {}
-    for name, dtype in _GRPO_FIELDS.items():
+    for name, dtype in GRPO_FIELDS.items():
         if dtype.is_floating_point:
             values[name] = torch.rand(tokens, generator=source).to(dtype)
         else:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["CyclesDone", "check_numbers", "run_cycles"]
+__all__ = ["CyclesDone", "check_rows", "run_cycles"]
 
 _CLAIM_TIMEOUT_S = 60.0
 
@@ -65,13 +65,18 @@ def _cycle(store: Any, partition: str, numbers: range, alone: bool) -> str | Non
     store.put_tiny(partition, numbers, store.tiny(numbers))
     claimed = store.claim(partition, len(numbers), _CLAIM_TIMEOUT_S)
     rows = store.read_tiny(partition, claimed)
-    wrong: str | None = store.check_tiny(rows)
+    wrong = check_rows(rows, numbers if alone else None)
     store.clear_tiny(partition, claimed)
-    return wrong or (check_numbers(rows, numbers) if alone else None)
+    return wrong
 
 
-def check_numbers(rows: Any, numbers: range) -> str | None:
-    """What is wrong with rows that have to be those of ``numbers``, in whatever order, or None."""
+def check_rows(rows: Any, numbers: range | None) -> str | None:
+    """What is wrong with rows, which have to be those of ``numbers`` if it is given, in whatever order."""
+    from rlplane_benchmarks.participants.store import check_tiny
+
+    wrong = check_tiny(rows)
+    if wrong or numbers is None:
+        return wrong
     if len(rows) != len(numbers):
         return f"{len(rows)} rows came back instead of {len(numbers)}"
     if sorted(rows[:, 0].tolist()) != list(numbers):

@@ -10,8 +10,8 @@ import contextlib
 import os
 import time
 import traceback
-from importlib import metadata
 from multiprocessing.connection import Connection, Pipe
+from pkgutil import resolve_name
 from typing import Any
 
 from rlplane_benchmarks.cycles import CyclesDone, run_cycles
@@ -32,7 +32,7 @@ class ForkedClients:
         import torch  # before the fork: once, and not in every client
 
         torch.set_num_threads(1)
-        make = metadata.EntryPoint(name="", value=store, group="").load()
+        make = resolve_name(store)
         self._clients: list[tuple[int, Connection[Any, Any]]] = []
         for number in range(count):
             ours, theirs = Pipe()

@@ -20,7 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
@@ -28,22 +27,14 @@ from rlplane.config import load_config
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 from rlplane.observability import MetricsDataPlaneClient
-from rlplane_benchmarks.batches import touch, words_of
+from rlplane_benchmarks.batches import BYTES_PER_TOKEN, GRPO_FIELDS, grpo_batch, touch, words_of
+from rlplane_benchmarks.plan import Workload
 
 __all__ = ["render", "run"]
 
 TARGETS = {"put_of_8_rows_us": 5.0, "put_of_512_rows_percent": 1.0}
 
-# What GRPO stores for a token, and the mean length of an answer here: 13 MB in 512 rows.
-_FIELDS = {
-    "input_ids": torch.int64,
-    "generation_logprobs": torch.float32,
-    "prev_logprobs": torch.float32,
-    "reference_logprobs": torch.float32,
-    "advantages": torch.float32,
-    "token_mask": torch.int8,
-}
-_MEAN_TOKENS = 1024
+_MEAN_TOKENS = 1024  # of an answer: 13 MB in 512 rows
 
 
 def run(quick: bool = False) -> dict[str, Any]:
@@ -109,7 +100,7 @@ def _ms(result: Mapping[str, Any]) -> str:
 
 def _compare(engine: DataPlaneClient, rows: int, puts: int) -> dict[str, Any]:
     fields = _batch(rows)
-    engine.register_partition("bench", list(_FIELDS), 0, [])
+    engine.register_partition("bench", list(GRPO_FIELDS), 0, [])
     observed = MetricsDataPlaneClient(engine)
     clients = {"bare": engine, "observed": observed, "described": _Described(engine)}
     times: dict[str, list[float]] = {name: [] for name in clients}
@@ -146,7 +137,7 @@ def _verified(
     config = load_config("shm", {**overrides, **address, **watched, "observability.metrics_address": "off"})
     events: deque[Any] = deque(maxlen=1)
     config["observability"]["callback"] = events.append
-    fields, names = _batch(rows), list(_FIELDS)
+    fields, names = _batch(rows), list(GRPO_FIELDS)
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     with build_data_plane_client(config, bootstrap=False) as verified:
         clients = {"plain_us": plain, "verified_us": verified}
@@ -184,15 +175,8 @@ def _background_us(observed: MetricsDataPlaneClient, fields: TensorDict, rows: i
 
 
 def _batch(rows: int) -> TensorDict:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(_MEAN_TOKENS // 2, _MEAN_TOKENS * 3 // 2, (rows,), generator=generator)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    tokens = int(offsets[-1])
-    fields = {
-        name: torch.nested.nested_tensor_from_jagged(torch.zeros(tokens, dtype=dtype), offsets)
-        for name, dtype in _FIELDS.items()
-    }
-    return TensorDict(fields, batch_size=[rows])
+    nbytes = rows * _MEAN_TOKENS * BYTES_PER_TOKEN
+    return grpo_batch(Workload("bench", "", rows, len(GRPO_FIELDS), nbytes, ragged=True)).tensordict()
 
 
 class _Nothing(DataPlaneClient):
@@ -200,29 +184,11 @@ class _Nothing(DataPlaneClient):
 
     _receipt = KVBatchMeta("bench", None, [])
 
-    def register_partition(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def claim_meta(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
         return self._receipt
 
-    def get_data(self, *args: Any, **kwargs: Any) -> TensorDict:
-        return TensorDict({}, batch_size=[0])
-
-    def check_consumption_status(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def put_samples(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
-        return self._receipt
-
-    def get_samples(self, *args: Any, **kwargs: Any) -> TensorDict:
-        return TensorDict({}, batch_size=[0])
-
-    def clear_samples(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    register_partition = claim_meta = get_data = check_consumption_status = _answer
+    put_samples = get_samples = clear_samples = close = _answer
 
 
 class _Described(_Nothing):

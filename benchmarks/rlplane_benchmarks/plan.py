@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-__all__ = ["Plan", "Workload", "full_plan", "quick_plan", "scaled_clients", "scaled_count"]
+__all__ = ["Plan", "Workload", "full_plan", "quick_plan", "scaled_plan"]
+
+AnyPlan = TypeVar("AnyPlan", bound=Any)
 
 MB = 10**6
 _IMAGES = 280  # MB, as many as 512 images of 224 × 196 pixels have
+# Below these, counts and times would mean nothing.
+_LEAST = {
+    "grpo_rounds": 2,
+    "wide_rounds": 2,
+    "warm_up": 1,
+    "pings": 20,
+    "wakes": 5,
+    "image_rounds": 2,
+    "lag_tasks": 8,
+    "lag_bytes": 2**16,
+    "lag_rounds": 1,
+    "lag_seconds": 0.1,
+    "claims": 3,
+    "client_rounds": 2,
+    "client_seconds": 0.1,
+    "listed": 50,
+    "listings": 3,
+    "ordered": 4096,
+}
 
 
 @dataclass(frozen=True)
@@ -68,40 +90,21 @@ class Plan:
         """The same plan with bytes, counts and times multiplied, each kept large enough to mean something."""
         if scale == 1:
             return self
-        return replace(
-            self,
-            grpo=tuple(workload.scaled(scale) for workload in self.grpo),
-            grpo_rounds=scaled_count(self.grpo_rounds, scale, 2),
-            wide=tuple(workload.scaled(scale) for workload in self.wide),
-            wide_rounds=scaled_count(self.wide_rounds, scale, 2),
-            warm_up=scaled_count(self.warm_up, scale, 1),
-            pings=scaled_count(self.pings, scale, 20),
-            wakes=scaled_count(self.wakes, scale, 5),
-            resident=tuple(dict.fromkeys(max(int(n * scale), self.claim_size * 2) for n in self.resident)),
-            images=tuple(workload.scaled(scale) for workload in self.images),
-            image_rounds=scaled_count(self.image_rounds, scale, 2),
-            lag_tasks=scaled_count(self.lag_tasks, scale, 8),
-            lag_bytes=scaled_count(self.lag_bytes, scale, 2**16),
-            lag_rounds=scaled_count(self.lag_rounds, scale, 1),
-            lag_seconds=max(self.lag_seconds * scale, 0.1),
-            claims=scaled_count(self.claims, scale, 3),
-            clients=scaled_clients(self.clients, scale),
-            client_rounds=scaled_count(self.client_rounds, scale, 2),
-            client_seconds=max(self.client_seconds * scale, 0.1),
-            listed=scaled_count(self.listed, scale, 50),
-            listings=scaled_count(self.listings, scale, 3),
-            ordered=scaled_count(self.ordered, scale, 4096),
-        )
+        resident = dict.fromkeys(max(int(count * scale), self.claim_size * 2) for count in self.resident)
+        return replace(scaled_plan(self, scale, _LEAST), resident=tuple(resident))
 
 
-def scaled_count(number: int, scale: float, least: int) -> int:
-    """A count on a smaller scale, but not below ``least``."""
-    return max(int(number * scale), least)
-
-
-def scaled_clients(counts: Sequence[int], scale: float) -> tuple[int, ...]:
-    """Counts of clients on a smaller scale: one stays one, and several stay several."""
-    return tuple(dict.fromkeys(max(int(count * scale), 1 + (count > 1)) for count in counts))
+def scaled_plan(plan: AnyPlan, scale: float, least: Mapping[str, float]) -> AnyPlan:
+    """A plan with smaller batches and fewer clients, and with what ``least`` names multiplied, but not below
+    what it has there. One client stays one, and several stay several."""
+    changes: dict[str, Any] = {
+        name: max(type(bound)(getattr(plan, name) * scale), bound) for name, bound in least.items()
+    }
+    for name, value in vars(plan).items():
+        if isinstance(value, tuple) and isinstance(value[0], Workload):
+            changes[name] = tuple(workload.scaled(scale) for workload in value)
+    clients = dict.fromkeys(max(int(count * scale), 1 + (count > 1)) for count in plan.clients)
+    return replace(plan, **changes, clients=tuple(clients))
 
 
 def full_plan() -> Plan:
@@ -156,28 +159,10 @@ def quick_plan() -> Plan:
 
 def _images() -> tuple[Workload, ...]:
     of = f"{_IMAGES} MB: 64 prompts × 8 rows"
-    nbytes = _IMAGES * MB
-    return (
-        Workload("images", f"Images, {of}, each with its own", 512, 1, nbytes, False, is_trees=True),
-        Workload(
-            "images-shared",
-            f"Images, {of} that share one",
-            512,
-            1,
-            nbytes,
-            False,
-            is_trees=True,
-            shared_by=8,
-        ),
-        Workload(
-            "images-dense",
-            f"The bytes of the images, {_IMAGES} MB, as one dense field",
-            512,
-            1,
-            nbytes,
-            False,
-        ),
-    )
+    own = Workload("images", f"Images, {of}, each with its own", 512, 1, _IMAGES * MB, False, is_trees=True)
+    shared = replace(own, name="images-shared", title=f"Images, {of} that share one", shared_by=8)
+    title = f"The bytes of the images, {_IMAGES} MB, as one dense field"
+    return own, shared, replace(own, name="images-dense", title=title, is_trees=False)
 
 
 def _wide(fields: Sequence[int]) -> tuple[Workload, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 __all__ = [
     "CLUSTER_SCHEMA",
@@ -21,7 +24,6 @@ __all__ = [
     "TargetResult",
     "describe_machine",
     "notes_about",
-    "quantile",
     "ratio_of",
 ]
 
@@ -62,23 +64,9 @@ class Series(msgspec.Struct, frozen=True):
         nbytes: int = 0,
     ) -> Series:
         """The series of ``values``, which must not be empty."""
-        ordered = sorted(values)
-        median, q1, q3 = (quantile(ordered, at) for at in (0.5, 0.25, 0.75))
+        median, q1, q3, p99 = np.quantile(values, (0.5, 0.25, 0.75, 0.99)).tolist()
         spread = (q3 - q1) / median if median else 0.0
-        return cls(
-            part,
-            workload,
-            participant,
-            op,
-            unit,
-            nbytes,
-            values,
-            median,
-            q1,
-            q3,
-            quantile(ordered, 0.99),
-            spread,
-        )
+        return cls(part, workload, participant, op, unit, nbytes, values, median, q1, q3, p99, spread)
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -156,10 +144,8 @@ class BenchResult(msgspec.Struct, frozen=True):
 
     def find(self, workload: str, participant: str, op: str) -> Series | None:
         """The series of an operation, or None if it was not measured."""
-        for series in self.series:
-            if (series.workload, series.participant, series.op) == (workload, participant, op):
-                return series
-        return None
+        key = workload, participant, op
+        return next((one for one in self.series if (one.workload, one.participant, one.op) == key), None)
 
     @property
     def right(self) -> bool:
@@ -169,14 +155,6 @@ class BenchResult(msgspec.Struct, frozen=True):
     def save(self, path: Path) -> None:
         """Write the result as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
-
-
-def quantile(ordered: list[float], at: float) -> float:
-    """A quantile of sorted values, interpolated as numpy does by default."""
-    place = (len(ordered) - 1) * at
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def ratio_of(over: Series, under: Series, *, statistic: str = "median") -> Ratio:
@@ -195,9 +173,6 @@ def ratio_of(over: Series, under: Series, *, statistic: str = "median") -> Ratio
 
 def describe_machine(torch: str, torch_threads: int, load_before: float, load_after: float) -> Machine:
     """The machine as this process sees it. What torch says comes from a process that has imported it."""
-    import os
-    from importlib import metadata
-
     packages = {}
     for name in ("rlplane", "tensordict", "numpy", "pyzmq", "msgspec", "ray", "redis", "TransferQueue"):
         try:

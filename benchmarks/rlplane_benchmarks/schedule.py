@@ -8,7 +8,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -191,11 +191,8 @@ class _Run:
 
     def loop_lag(self) -> None:
         """By how much a task wakes too late whose event loop an asyncio client shares."""
-        plan = self._plan
-        for number in range(plan.lag_rounds):
-            for active in self._shuffled("loop"):
-                self._progress.show("an event loop beside a put", number / plan.lag_rounds, active.name)
-                self._with(active, self._lag_once)
+        for _, active in self._rounds("loop", self._plan.lag_rounds, "an event loop beside a put"):
+            self._with(active, self._lag_once)
 
     def _lag_once(self, active: ActiveParticipant) -> None:
         plan = self._plan
@@ -210,10 +207,8 @@ class _Run:
         count, partition = self._plan.listed, "listed"
         for active in self._taking_part("list"):
             self._with(active, lambda each: each.producer.call("put_tiny", partition, range(count)))
-        for number in range(self._plan.listings + 1):
-            for active in self._shuffled("list"):
-                self._progress.show("listing keys", number / (self._plan.listings + 1), active.name)
-                self._with(active, self._list_once, partition, count, number > 0)
+        for number, active in self._rounds("list", self._plan.listings + 1, "listing keys"):
+            self._with(active, self._list_once, partition, count, number > 0)
 
     def _list_once(self, active: ActiveParticipant, partition: str, count: int, counts: bool) -> None:
         seconds, found = active.consumer.call("list_keys", partition)
@@ -228,12 +223,9 @@ class _Run:
         for active in self._taking_part("wake"):
             self._with(active, ActiveParticipant.register, partition)
         warm_up = min(10, self._plan.wakes)
-        for number in range(warm_up + self._plan.wakes):
-            for active in self._shuffled("wake"):
-                self._progress.show(
-                    "a put wakes a waiting claim", number / (warm_up + self._plan.wakes), active.name
-                )
-                self._with(active, self._wake_once, partition, number, number >= warm_up)
+        rounds = self._rounds("wake", warm_up + self._plan.wakes, "a put wakes a waiting claim")
+        for number, active in rounds:
+            self._with(active, self._wake_once, partition, number, number >= warm_up)
 
     def _wake_once(self, active: ActiveParticipant, partition: str, number: int, counts: bool) -> None:
         active.consumer.send("claim", partition, 1, _CLAIM_TIMEOUT_S)
@@ -327,10 +319,17 @@ class _Run:
     def _taking_part(self, part: str) -> list[ActiveParticipant]:
         return [active for active in self._active if part in active.participant.parts and not active.failure]
 
-    def _shuffled(self, part: str) -> Iterable[ActiveParticipant]:
+    def _shuffled(self, part: str) -> list[ActiveParticipant]:
         participants = self._taking_part(part)
         self._random.shuffle(participants)
         return participants
+
+    def _rounds(self, part: str, count: int, title: str) -> Iterator[tuple[int, ActiveParticipant]]:
+        """The number of each round and, for each, whoever takes part, in an order that changes."""
+        for number in range(count):
+            for active in self._shuffled(part):
+                self._progress.show(title, number / count, active.name)
+                yield number, active
 
     def _with(self, active: ActiveParticipant, step: Callable[..., Any], *args: Any) -> None:
         """Run a step of a participant. A peer that fails drops out; a failure of any other ends the run."""

@@ -10,19 +10,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from importlib import metadata
+from pkgutil import resolve_name
 from typing import Any
 
-from rlplane_benchmarks.cycles import CyclesDone, check_numbers, run_cycles
+from rlplane_benchmarks.cycles import CyclesDone, check_rows, run_cycles
 from rlplane_benchmarks.forked_clients import ForkedClients
 from rlplane_benchmarks.plan import Workload
 
-__all__ = ["Worker", "load_class"]
-
-
-def load_class(path: str) -> Any:
-    """The class that ``module:Class`` names."""
-    return metadata.EntryPoint(name="", value=path, group="").load()
+__all__ = ["Worker"]
 
 
 class Worker:
@@ -40,11 +35,11 @@ class Worker:
 
     def load(self, store: str) -> None:
         """Import what the store needs, which takes longer than anything else at the start."""
-        load_class(store)
+        resolve_name(store)
 
     def open(self, store: str, role: str, link: dict[str, Any]) -> dict[str, Any]:
         """Build the store ``module:Class``. The result is the ``link`` with which other workers join it."""
-        self._store = load_class(store)(role, link)
+        self._store = resolve_name(store)(role, link)
         # Objects that exist now stay: between rounds only what a round left is collected.
         gc.collect()
         gc.freeze()
@@ -70,9 +65,7 @@ class Worker:
         from rlplane_benchmarks.batches import make_batches
 
         self._batches = make_batches(workloads)
-        self._prepared = {}
-        for name, batch in self._batches.items():
-            self._prepared[name] = self._store.prepare(batch)
+        self._prepared = {name: self._store.prepare(batch) for name, batch in self._batches.items()}
         return {name: batch.nbytes for name, batch in self._batches.items()}
 
     def forget(self) -> None:
@@ -177,10 +170,10 @@ class Worker:
         With ``numbers`` they have to be exactly the rows of these numbers.
         """
         rows = self._store.read_tiny(partition, self._claimed)
-        wrong = self._store.check_tiny(rows) or (numbers is not None and check_numbers(rows, numbers))
+        wrong = check_rows(rows, numbers)
         self._store.clear_tiny(partition, self._claimed)
         self._claimed = None
-        return str(wrong) if wrong else None
+        return wrong
 
     # Round trips
 

@@ -2,25 +2,30 @@
 
 Commands and their results travel over a pipe. The process ends what it started when it is told to close, and
 also when whoever runs the bench has died.
+
+To load torch takes seconds of CPU time, and a bench has dozens of these processes. So they are forked from
+one that has it loaded and does nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
+from pkgutil import resolve_name
 from typing import Any
-
-from rlplane_benchmarks.worker import load_class
 
 __all__ = ["WorkerError", "WorkerProcess"]
 
+_FORKS = multiprocessing.get_context("forkserver")
+# Not Ray, which reads the environment when it is loaded, nor the store of a participant that may need it.
+_FORKS.set_forkserver_preload([__name__, "rlplane_benchmarks.batches"])
 _WORKER = "rlplane_benchmarks.worker:Worker"
 COMMAND_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 30.0
@@ -37,23 +42,19 @@ class WorkerProcess:
         self, name: str, environment: Mapping[str, str] | None = None, worker: str = _WORKER
     ) -> None:
         self.name = name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+        self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it lives as long as the process
         ours, theirs = Pipe()
         inherited = {
             key: value
             for key, value in os.environ.items()
             if not key.startswith("RLPLANE_") or key.startswith("RLPLANE_BENCH_")
         }
-        # The process must be able to import whatever the caller can.
+        # What the process starts must be able to import whatever the caller can.
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlplane_benchmarks.worker_process", worker, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env={**inherited, **(environment or {})},
+        self._process = _FORKS.Process(
+            target=_run, args=(worker, theirs, self._log.name, {**inherited, **(environment or {})})
         )
+        self._process.start()
         theirs.close()
         self._pipe: Connection[Any, Any] = ours
 
@@ -85,21 +86,34 @@ class WorkerProcess:
         with contextlib.suppress(WorkerError):
             self.call("close", timeout_s=_CLOSE_TIMEOUT_S)
         self._pipe.close()
-        try:
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        self._process.join(_CLOSE_TIMEOUT_S)
+        if self._process.exitcode is None:
             self._process.kill()
-            self._process.wait()
+            self._process.join()
         self._log.close()
 
     def _gone(self) -> WorkerError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
+        self._process.join(5)
         self._log.seek(0)
         words = self._log.read().decode(errors="replace").strip()[-2000:]
         return WorkerError(
-            f"{self.name} ended with code {self._process.poll()}: {words or 'it wrote nothing'}"
+            f"{self.name} ended with code {self._process.exitcode}: {words or 'it wrote nothing'}"
         )
+
+
+def _run(worker: str, pipe: Connection[Any, Any], log: str, environment: dict[str, str]) -> None:
+    """Be the process that was forked."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for path, number in ((os.devnull, 0), (log, 1), (log, 2)):
+        stream = os.open(path, os.O_RDWR | os.O_APPEND)
+        os.dup2(stream, number)
+        os.close(stream)
+    # Ctrl-C reaches every process of a terminal; the bench answers it by closing its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # As an exception, so that the worker ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _serve(resolve_name(worker)(), pipe)
 
 
 def _serve(worker: Any, pipe: Connection[Any, Any]) -> None:
@@ -125,11 +139,3 @@ def _answer(worker: Any, command: str, args: tuple[Any, ...]) -> tuple[bool, Any
     except Exception as error:
         traceback.print_exc()
         return False, f"{command} failed: {type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    # Ctrl-C reaches every process of a terminal; the bench answers it by closing its processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # As an exception, so that the worker ends what it started.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    _serve(load_class(sys.argv[1])(), Connection(int(sys.argv[2])))

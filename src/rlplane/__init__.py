@@ -139,41 +139,21 @@ __all__ = [
     "write_columns",
 ]
 
-_HOMES = {
-    "AsyncDataPlaneClient": "async_interface",
-    "claim_in_thread": "threaded_claim",
-    "FlowPolicy": "control.policies",
-    **dict.fromkeys(["build_async_data_plane_client", "build_data_plane_client"], "factory"),
-    "load_config": "config",
-    "shard_meta_for_dp": "columns.sharding",
-    **dict.fromkeys(
-        [
-            "DataPlaneClient",
-            "DataPlaneConfig",
-            "FieldStatus",
-            "FlowStatus",
-            "KVBatchMeta",
-            "ObservabilityConfig",
-            "PartitionStatus",
-            "SampleGroup",
-            "TaskStatus",
-        ],
-        "interfaces",
-    ),
-    **dict.fromkeys(["kv_first_write", "read_columns", "write_columns"], "columns.io"),
-    **dict.fromkeys(
-        [
-            "materialize",
-            "pack_jagged_fields",
-            "pack_per_token_field",
-            "response_from_nested",
-            "stack_or_nest",
-            "to_nested_by_length",
-        ],
-        "columns.codec",
-    ),
-    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+_NAMES = {
+    "async_interface": "AsyncDataPlaneClient",
+    "columns.codec": "materialize pack_jagged_fields pack_per_token_field response_from_nested stack_or_nest"
+    " to_nested_by_length",
+    "columns.io": "kv_first_write read_columns write_columns",
+    "columns.sharding": "shard_meta_for_dp",
+    "config": "load_config",
+    "control.policies": "FlowPolicy",
+    "errors": " ".join(name for name in __all__ if name.endswith("Error")),
+    "factory": "build_async_data_plane_client build_data_plane_client",
+    "interfaces": "DataPlaneClient DataPlaneConfig FieldStatus FlowStatus KVBatchMeta ObservabilityConfig"
+    " PartitionStatus SampleGroup TaskStatus",
+    "threaded_claim": "claim_in_thread",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -118,9 +119,8 @@ class StreamingDataset(IterableDataset[Any]):
         client, is_own = self._connect()
         stop = threading.Event()
         read = self._read(client, stop)
-        batches = (
-            read if self.prefetch == 0 else _prefetched(read, self.prefetch, stop, self._give_back(client))
-        )
+        give_back = partial(_give_back, client)
+        batches = read if self.prefetch == 0 else _prefetched(read, self.prefetch, stop, give_back)
         try:
             for self.step, meta, batch in batches:
                 if meta is None:
@@ -138,16 +138,6 @@ class StreamingDataset(IterableDataset[Any]):
             batches.close()
             if is_own:
                 client.close()
-
-    @staticmethod
-    def _give_back(client: DataPlaneClient) -> Callable[[_Read], None]:
-        def give_back(read: _Read) -> None:
-            _, meta, _ = read
-            with contextlib.suppress(UnsupportedOperationError, PlaneConnectionError):
-                if meta is not None:
-                    client.unclaim(meta)
-
-        return give_back
 
     def _connect(self) -> tuple[DataPlaneClient, bool]:
         if not isinstance(self._source, DataPlaneClient):
@@ -252,6 +242,13 @@ class StreamingDataset(IterableDataset[Any]):
         nothing_to_come = complete or status["tasks"][self.task_name]["unclaimed"] == 0
         # Of a flow that is finished the plane says itself when nothing is left.
         return meta, meta is None and nothing_to_come and not is_finished
+
+
+def _give_back(client: DataPlaneClient, read: _Read) -> None:
+    _, meta, _ = read
+    with contextlib.suppress(UnsupportedOperationError, PlaneConnectionError):
+        if meta is not None:
+            client.unclaim(meta)
 
 
 def _prefetched(

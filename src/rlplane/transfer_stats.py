@@ -117,39 +117,28 @@ class TransferStats:
 
     def record_transfer(self, res: TransferRecord | NixlTelemetry) -> None:
         """Record a transfer that succeeded: ours (seconds) or NIXL's telemetry (microseconds)."""
+        row: tuple[float, float, int, int]
         if isinstance(res, TransferRecord):
-            size, descriptors, post, transfer = res.bytes, res.descriptors, res.post_s, res.transfer_s
+            row = (res.transfer_s, res.post_s, res.bytes, res.descriptors)
         else:
-            transfer, post = res.xferDuration / 1e6, res.postDuration / 1e6
-            size, descriptors = res.totalBytes, res.descCount
+            row = (res.xferDuration / 1e6, res.postDuration / 1e6, res.totalBytes, res.descCount)
         with self._lock:
             if self._window[1] is not None:
                 self._window = (self._window[0], None)
-            data = self.data
-            durations = data["transfer_duration"]
-            if len(durations) < self.max_samples:
-                durations.append(transfer)
-                data["post_duration"].append(post)
-                data["bytes_transferred"].append(size)
-                data["num_descriptors"].append(descriptors)
-            else:
-                # Algorithm R: every transfer so far is equally likely to be in the lists.
-                self._extra_transfers += 1
-                slot = int(random.random() * (len(durations) + self._extra_transfers))
-                if slot < len(durations):
-                    self._evict(slot)
-                    durations[slot], data["post_duration"][slot] = transfer, post
-                    data["bytes_transferred"][slot], data["num_descriptors"][slot] = size, descriptors
-                else:
-                    sums = self._extra_sums
-                    sums[0] += transfer
-                    sums[1] += post
-                    sums[2] += size
-                    sums[3] += descriptors
-
-    def _evict(self, slot: int) -> None:
-        for index, key in enumerate(_SERIES):
-            self._extra_sums[index] += self.data[key][slot]
+            series = [self.data[key] for key in _SERIES]
+            kept = len(series[0])
+            if kept < self.max_samples:
+                for values, value in zip(series, row, strict=True):
+                    values.append(value)
+                return
+            # Algorithm R: every transfer so far is equally likely to be in the lists.
+            self._extra_transfers += 1
+            slot = int(random.random() * (kept + self._extra_transfers))
+            for index, (values, value) in enumerate(zip(series, row, strict=True)):
+                left_out = value
+                if slot < kept:
+                    left_out, values[slot] = values[slot], value
+                self._extra_sums[index] += left_out
 
     def record_failed_transfer(self) -> None:
         """Record a transfer that failed."""

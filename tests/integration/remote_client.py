@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, cast
 
 import cloudpickle
 import torch
+from tests.integration.shm_workers import context
 
 from rlplane.interfaces import DataPlaneClient
 
@@ -61,7 +61,6 @@ class RemoteProcess:
     """A process that makes the calls of any number of clients."""
 
     def __init__(self):
-        context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()

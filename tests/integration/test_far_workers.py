@@ -15,16 +15,17 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import rlplane
 from rlplane.interfaces import DataPlaneClient
-from rlplane.metrics.discovery import list_finished, list_runs
+from rlplane.metrics.discovery import RunInfo, list_finished, list_runs
 from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.observability import MetricsDataPlaneClient, wrap_with_observability
 from rlplane.observability import own_aggregator as own
-from rlplane.viewing.feed import read_run
+from rlplane.viewing.feed import RunFeed, read_run
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +35,7 @@ class Notice:
 
     def __init__(self) -> None:
         self.address: str | None = None
+        self.run: RunInfo | None = None
         self.reachable = threading.Event()
 
     def check(self) -> None:
@@ -44,9 +46,9 @@ class Notice:
 def spanning(client: DataPlaneClient, notice: Notice) -> DataPlaneClient:
     """The client as one of an engine that spans machines."""
 
-    def publish(address: str) -> None:
+    def publish(address: str, run: str) -> None:
         notice.check()
-        notice.address = address
+        notice.address, notice.run = address, msgspec.json.decode(run, type=RunInfo)
 
     def find() -> str | None:
         notice.check()
@@ -141,6 +143,26 @@ def test_without_the_key_nobody_is_counted(notice: Notice, tmp_path: Path) -> No
     assert notice.address[8:40] not in log
 
 
+def test_a_viewer_gets_pictures_and_a_key_that_lets_it_send_nothing(notice: Notice, tmp_path: Path) -> None:
+    notice.reachable.set()
+    with observed(notice, "driver", bootstrap=True) as driver:
+        driver.register_partition("p", ["x"], 8, ["train"])
+        until(lambda: notice.run, "the run being published")
+        assert notice.run is not None and notice.address is not None
+        told = notice.run
+        assert told.run_id == list_runs()[0].run_id and not (told.events_address or told.remote_address)
+        with RunFeed(told.snapshot_address) as feed:
+            assert feed.wait(0, 60) is not None
+            assert feed.status().source.startswith("curve://…@127.0.0.1:")
+        keys = told.snapshot_address.rpartition("@")[0]
+        forged = f"{keys}@{notice.address.rpartition('@')[2]}"
+        inner = engine(notice, bootstrap=False)
+        with MetricsDataPlaneClient(inner, metrics_address=forged, role="stranger") as stranger:
+            stranger.put_samples(["a"], "p", tags=[{}])
+    final = finished(tmp_path)
+    assert "stranger" not in roles(final) and final.total("samples_written") == 0
+
+
 def test_an_address_that_cannot_be_had_costs_only_what_would_have_come_by_it(
     notice: Notice, tmp_path: Path
 ) -> None:
@@ -206,5 +228,5 @@ def test_the_key_is_gone_with_the_run(notice: Notice) -> None:
     with observed(notice, "driver", bootstrap=True) as driver:
         driver.register_partition("p", ["x"], 8, ["train"])
         until(lambda: notice.address, "the address being published")
-    assert not any(run.remote_address for run in list_finished())
+    assert not any(run.remote_address or run.remote_snapshots for run in list_finished())
     assert not any(run.remote_address == notice.address for run in list_runs())

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.integration.shm_workers import context
 
 from rlplane import FlowPolicy, build_data_plane_client, load_config
+from rlplane.adapters.local.shm import ShmDataPlaneClient
+from rlplane.interfaces import DataPlaneConfig
 
 GROUPS, SIZE = 64, 8
-PATIENCE_S = 240  # a process of its own imports torch first, which takes a minute on a busy machine
+PATIENCE_S = 240
 SMALL = {"global_segment_size": 64 << 20, "local_buffer_size": 1 << 20}
 
 
-def generate(cfg: dict[str, Any], dies_in_group: int | None) -> None:
+def generate(cfg: DataPlaneConfig, dies_in_group: int | None) -> None:
     """A rollout worker that writes member by member; one of them is killed in the middle of a group."""
     with build_data_plane_client(cfg, bootstrap=False) as client:
         group = 0
@@ -46,9 +47,8 @@ def prompts(groups: int) -> list[str]:
     ids=["none", "ready_first", "in_order"],
 )
 def test_groups_of_a_worker_that_was_killed_are_finished_by_another(policy: FlowPolicy | None) -> None:
-    context = multiprocessing.get_context("spawn")
-    cfg = dict(load_config("shm", SMALL))
-    with build_data_plane_client(cfg) as client:
+    with ShmDataPlaneClient(load_config("shm", SMALL)) as client:
+        cfg = load_config("shm", {**SMALL, "controller_address": client.controller_address})
         client.register_partition("flow", ["prompt", "response"], 0, ["rollout", "train"], SIZE, flow=policy)
         ids = prompts(GROUPS)
         client.put_samples(ids, "flow", TensorDict({"prompt": torch.zeros(len(ids))}, [len(ids)]))

@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -92,6 +93,7 @@ def test_top_and_report_find_the_run_and_say_which_line_to_add_when_there_is_non
     # Other tests of this machine have runs too. (The path of a socket has to be short.)
     runtime = tempfile.TemporaryDirectory(prefix="own")
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # and clusters
     for arguments in (("top", "--json", "--wait", "0.1"), ("report",)):
         done = command(*arguments)
         assert done.returncode == 3 and '"observability": {"enabled": True}' in done.stderr
@@ -102,6 +104,26 @@ def test_top_and_report_find_the_run_and_say_which_line_to_add_when_there_is_non
         assert found["snapshot"]["run_id"] == run.run_id
     assert f"Run {run.run_id}: COMPLETE" in command("report").stdout
     runtime.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+def test_a_job_that_fails_says_so_in_its_run(tmp_path: Path, kind: str) -> None:
+    cfg = rlplane.load_config("local", ENABLED)
+
+    def train() -> None:
+        with rlplane.build_data_plane_client(cfg):
+            raise ValueError("the loss is not a number")
+
+    async def train_async() -> None:
+        async with rlplane.build_async_data_plane_client(cfg):
+            raise ValueError("the loss is not a number")
+
+    with pytest.raises(ValueError, match="the loss"):
+        train() if kind == "blocking" else asyncio.run(train_async())
+    (directory,) = (tmp_path / "runs").iterdir()
+    told = "the job ended with ValueError: the loss is not a number"
+    assert told in [line.message for line in read_run(directory).log]
+    assert told in command("report", str(directory)).stdout
 
 
 def test_an_aggregator_can_be_switched_off(tmp_path: Path) -> None:

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from tests.integration.shm_workers import context
 from torch.nn.parallel import DistributedDataParallel
 
-from rlplane import build_data_plane_client, kv_first_write, load_config
+from rlplane import kv_first_write, load_config
+from rlplane.adapters.local.shm import ShmDataPlaneClient
 from rlplane.data import StreamingDataset
+from rlplane.interfaces import DataPlaneConfig
 
 BATCHES = 25
 PER_RANK = 3
 
 
-def train(rank: int, world: int, cfg: dict[str, Any], meeting_point: str, results: Any) -> None:
+def train(rank: int, world: int, cfg: DataPlaneConfig, meeting_point: str, results: Any) -> None:
     """One rank. Rank 1 is slow, so that without the plane's help the others would run ahead of it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=world)
@@ -45,12 +47,11 @@ def train(rank: int, world: int, cfg: dict[str, Any], meeting_point: str, result
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_train_equally_many_batches_of_a_ragged_flow(world: int, tmp_path: Path) -> None:
     small = {"global_segment_size": 64 << 20, "local_buffer_size": 1 << 20}
-    cfg = dict(load_config("shm", small))
     # Two more than a whole number of batches: a shorter last one for two ranks, and left over for four.
     count = BATCHES * PER_RANK * world + 2
-    with build_data_plane_client(cfg) as client:
+    with ShmDataPlaneClient(load_config("shm", small)) as client:
+        cfg = load_config("shm", {**small, "controller_address": client.controller_address})
         client.register_partition("flow", ["tokens"], 0, ["train"])
-        context = mp.get_context("spawn")
         results = context.Queue()
         meeting_point = f"file://{tmp_path / 'meeting'}"
         ranks = [

@@ -323,7 +323,8 @@ def test_a_checkpoint_is_consistent_while_work_goes_on_and_loads_into_another_pl
         other.load_checkpoint(str(tmp_path / "one"))
     with pytest.raises(CheckpointError, match="cannot read"):
         other.load_checkpoint(str(tmp_path / "nothing"))
-    assert other.service_status()["storage"]["used"] == used, "a bad one leaves nothing behind"
+    # A bad one leaves nothing behind. What was freed before it may be discarded only now.
+    until(lambda: other.service_status()["storage"]["used"] <= used)
     assert other.get_samples(["b"], "p", ["x"])["x"].tolist() == [70.0], "a bad one is refused whole"
 
 

@@ -20,6 +20,7 @@ from rlplane.viewing.feed import read_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
 
+RLPLANE = [sys.executable, "-m", "rlplane.cli"]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 NET = f"10.231.{os.getpid() % 250}"
 HEAD, WORKER = f"{NET}.1", f"{NET}.2"
@@ -257,50 +258,159 @@ else:
 """
 
 
+# Another host has other files: what is in the driver's directory is not seen there.
+HIDE = 'mount -t tmpfs none "$XDG_RUNTIME_DIR" && exec "$@"'
+
+
+class Job:
+    """A driver on the first host that only switches observability on."""
+
+    def __init__(self, head: Host, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.runtime = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
+        self.environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": self.runtime}
+        for name in ("RLPLANE_METRICS_ADDRESS", "RAY_ADDRESS"):
+            self.environment.pop(name, None)
+        self.driver = subprocess.Popen(
+            head.command(sys.executable, "-c", DRIVER, f"{HEAD}:6379", str(run_dir)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+
+    def __enter__(self) -> Job:
+        assert self.driver.stdout is not None and self.driver.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self.driver.stdin is not None and self.driver.stdout is not None
+        self.driver.stdin.close()
+        self.driver.wait(120)
+        self.driver.stdout.close()
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def info(self) -> dict[str, str]:
+        (announced,) = Path(self.runtime).glob("rlplane/run-*.json")
+        return dict(json.loads(announced.read_text()))
+
+    def kill_service(self) -> None:
+        assert self.driver.stdin is not None and self.driver.stdout is not None
+        self.driver.stdin.write("kill\n")
+        self.driver.stdin.flush()
+        assert self.driver.stdout.readline() == "killed\n"
+
+    def on(self, host: Host, *command: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of Python's on a host that has none of the driver's files."""
+        return subprocess.run(
+            host.command("sh", "-c", HIDE, "sh", sys.executable, *command),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env={**self.environment, **extra},
+        )
+
+
 def test_workers_on_another_host_are_seen_by_a_job_that_only_switches_observability_on(hosts, tmp_path):
     head, worker = hosts
-    runtime, run_dir = tempfile.mkdtemp(prefix="rlp-", dir="/tmp"), tmp_path / "run"
-    environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": runtime}
-    environment.pop("RLPLANE_METRICS_ADDRESS", None)
-    driver = subprocess.Popen(
-        head.command(sys.executable, "-c", DRIVER, f"{HEAD}:6379", str(run_dir)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert driver.stdin is not None and driver.stdout is not None
-    try:
-        assert driver.stdout.readline() == "ready\n"
-        (announced,) = Path(runtime).glob("rlplane/run-*.json")
-        inherited = {"RLPLANE_METRICS_ADDRESS": json.loads(announced.read_text())["events_address"]}
-        # Another host has other files: what is in the driver's directory is not seen there.
-        hide = f'mount -t tmpfs none {runtime} && exec "$@"'
+    with Job(head, tmp_path / "run") as job:
+        inherited = {"RLPLANE_METRICS_ADDRESS": job.info()["events_address"]}
         for role, extra in (("plain", {}), ("inherited", inherited), ("asyncio", {})):
             if role == "asyncio":  # It joins a control service that has died and come back.
-                driver.stdin.write("kill\n")
-                driver.stdin.flush()
-                assert driver.stdout.readline() == "killed\n"
-            command = [sys.executable, "-c", FAR_WORKER, f"{HEAD}:6379", role]
-            done = subprocess.run(
-                worker.command("sh", "-c", hide, "sh", *command),
-                capture_output=True,
-                text=True,
-                timeout=180,
-                env={**environment, **extra},
-            )
+                job.kill_service()
+            done = job.on(worker, "-c", FAR_WORKER, f"{HEAD}:6379", role, **extra)
             assert done.returncode == 0, done.stderr[-4000:]
-        info = json.loads(announced.read_text())
+        info = job.info()
         assert info["remote_address"].startswith("curve://") and f"@{HEAD}:" in info["remote_address"]
-    finally:
-        driver.stdin.close()
-        driver.wait(120)
-        driver.stdout.close()
-        shutil.rmtree(runtime, ignore_errors=True)
-    final = read_run(run_dir)
+    final = read_run(job.run_dir)
     assert final.state.value == "COMPLETE"
     assert {"driver", "plain", "inherited", "asyncio"} <= {seen.role for seen in final.workers}
     assert final.total("samples_written") == 12
+
+
+LOOK_AT_THE_PAGE = """
+import json, sys, time, urllib.request
+
+base, token = sys.stdin.readline().split()[1].split("?token=")
+deadline = time.monotonic() + 120
+while True:
+    request = urllib.request.Request(f"{base}api/view", headers={"authorization": f"Bearer {token}"})
+    view = json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60))
+    if "run" in view or time.monotonic() > deadline:
+        break
+    time.sleep(0.2)
+print(json.dumps(view))
+"""
+
+
+def command_lines() -> list[str]:
+    """What everybody on the machine can read of every process."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(file.read_text(errors="replace"))
+    return lines
+
+
+def test_viewers_on_another_host_find_the_run_through_ray(hosts, tmp_path):
+    head, worker = hosts
+    here = {"RAY_ADDRESS": f"{HEAD}:6379"}
+    with Job(head, tmp_path / "run") as job:
+        job.kill_service()  # What it was told about the run it still knows when it comes back.
+        top = job.on(worker, "-m", "rlplane.cli", "top", "--json", "--wait", "60", **here)
+        assert top.returncode == 0, top.stderr
+        shown, info = json.loads(top.stdout), job.info()
+        assert shown["snapshot"]["run_id"] == info["run_id"] and shown["feed"]["state"] == "live"
+        report = job.on(worker, "-m", "rlplane.cli", "report", **here)
+        assert f"Run {info['run_id']}: LIVE" in report.stdout, report.stderr
+        assert report.stderr.splitlines() == [
+            f"run {info['run_id']}, which goes on now; for a finished one: rlplane report RUN_DIR"
+        ]
+        dash = subprocess.Popen(
+            worker.command(
+                "sh", "-c", HIDE, "sh", sys.executable, "-m", "rlplane.cli", "dash", "--port", "0"
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**job.environment, **here},
+        )
+        assert dash.stderr is not None
+        try:
+            look = worker.command(sys.executable, "-c", LOOK_AT_THE_PAGE)
+            page = subprocess.run(
+                look, input=dash.stderr.readline(), capture_output=True, text=True, timeout=180
+            )
+            assert page.returncode == 0, page.stderr
+            assert json.loads(page.stdout)["run"]["id"] == info["run_id"]
+            lines = command_lines()
+        finally:
+            dash.send_signal(signal.SIGINT)
+            assert dash.wait(60) == 130
+            said = dash.stderr.read()
+            dash.stderr.close()
+        for address in (info["remote_address"], info["remote_snapshots"]):
+            keys = address.removeprefix("curve://").partition("@")[0].split(":")
+            seen = "".join([top.stdout, top.stderr, report.stdout, report.stderr, page.stdout, said, *lines])
+            assert len(keys) == 2 and not any(key in seen for key in keys)
+
+
+def test_a_viewer_outside_of_the_cluster_says_which_line_to_add(hosts, tmp_path):
+    head, worker = hosts
+    with Job(head, tmp_path / "run") as job:
+        # No address, and no process of Ray's on its host.
+        alone = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", HIDE, "sh", sys.executable]
+        top = subprocess.run(
+            worker.command(*alone, "-m", "rlplane.cli", "top", "--json", "--wait", "1"),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env=job.environment,
+        )
+        nobody = job.on(worker, "-m", "rlplane.cli", "top", "--json", "--wait", "1", RAY_ADDRESS=f"{HEAD}:1")
+    line = 'a job is seen when its config has "observability": {"enabled": True}'
+    assert top.returncode == nobody.returncode == 3
+    assert top.stderr == f"rlplane: no run found on this machine yet: {line} (waited 1 s)\n"
+    assert f"Ray at {HEAD}:1 does not answer" in nobody.stderr and line in nobody.stderr
 
 
 UNDER_THEIR_CONFIG = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ TEXT = (ROOT / "docs" / "architecture.md").read_text()
 PRODUCTS = {"TransferQueue", "TensorDict", "PyTorch"}
 
 
+@functools.cache  # not when tests are collected, which every process does
 def defined_names() -> tuple[dict[str, set[str]], set[str]]:
     """The classes of the package with their members, and everything else that it gives a name to."""
     classes: dict[str, set[str]] = {}
@@ -36,7 +38,6 @@ def defined_names() -> tuple[dict[str, set[str]], set[str]]:
     return classes, others
 
 
-CLASSES, OTHERS = defined_names()
 ENGINES = {"memory", "shm", "simple", "mooncake_cpu"}
 
 
@@ -46,12 +47,13 @@ def is_file(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Whether a name, as it is written in the document, is that of something in the package."""
+    classes, others = defined_names()
     first, _, member = name.partition(".")
-    if first in CLASSES:
-        return not member or member in CLASSES[first]
+    if first in classes:
+        return not member or member in classes[first]
     if member:
-        return (PACKAGE / f"{name.replace('.', '/')}.py").exists() or (first in OTHERS and member in OTHERS)
-    return name in OTHERS or name in ENGINES
+        return (PACKAGE / f"{name.replace('.', '/')}.py").exists() or (first in others and member in others)
+    return name in others or name in ENGINES
 
 
 def names_in_code_font(text: str) -> list[str]:

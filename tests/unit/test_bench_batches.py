@@ -7,7 +7,7 @@ import torch
 
 from rlplane_benchmarks.batches import Batch, Columns, make_batches, scattered_order, touch, words_of
 from rlplane_benchmarks.cluster import full_cluster_plan, quick_cluster_plan
-from rlplane_benchmarks.cycles import CyclesDone, check_numbers
+from rlplane_benchmarks.cycles import CyclesDone, check_rows
 from rlplane_benchmarks.images import ImageBatch
 from rlplane_benchmarks.participants.store import check_tiny, columns_of, tiny_rows
 from rlplane_benchmarks.plan import Workload, full_plan, quick_plan
@@ -165,9 +165,9 @@ def test_claimed_rows_are_checked_by_what_is_in_them() -> None:
 
 def test_rows_of_other_numbers_or_too_few_of_them_are_wrong() -> None:
     rows = tiny_rows(range(5, 9))
-    assert check_numbers(rows[[2, 0, 3, 1]], range(5, 9)) is None
-    assert check_numbers(rows, range(6, 10)) is not None
-    assert "3 rows" in (check_numbers(rows[:3], range(5, 9)) or "")
+    assert check_rows(rows[[2, 0, 3, 1]], range(5, 9)) is None
+    assert check_rows(rows, range(6, 10)) is not None
+    assert "3 rows" in (check_rows(rows[:3], range(5, 9)) or "")
 
 
 def test_the_faults_of_all_clients_are_kept_and_their_cycles_added() -> None:

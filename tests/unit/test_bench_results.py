@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from rlplane_benchmarks.cluster.targets import CLUSTER_TARGETS
@@ -18,7 +17,6 @@ from rlplane_benchmarks.results import (
     Check,
     Machine,
     Series,
-    quantile,
     ratio_of,
 )
 from rlplane_benchmarks.table import format_result, format_seconds
@@ -55,12 +53,6 @@ def result(*found: Series, checks: list[Check] | None = None) -> BenchResult:
         targets=[],
         notes=["a note"],
     )
-
-
-def test_quantiles_are_those_of_numpy() -> None:
-    values = sorted(np.random.default_rng(0).random(37).tolist())
-    for at in (0.0, 0.25, 0.5, 0.75, 0.99, 1.0):
-        assert quantile(values, at) == pytest.approx(np.quantile(values, at))
 
 
 def test_a_series_keeps_its_values_and_says_how_far_they_spread() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlplane_benchmarks.plan import MB, Workload, scaled_clients, scaled_count
+from rlplane_benchmarks.plan import MB, Workload, scaled_plan
 
 __all__ = ["ClusterPlan", "full_cluster_plan", "quick_cluster_plan"]
+
+_LEAST = {"batch_rounds": 2, "wakes": 3, "client_rounds": 2, "client_seconds": 0.2}
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,7 @@ class ClusterPlan:
 
     def scaled(self, scale: float) -> ClusterPlan:
         """The same plan with bytes, counts and times multiplied, each kept large enough to work."""
-        if scale == 1:
-            return self
-        return replace(
-            self,
-            batches=tuple(workload.scaled(scale) for workload in self.batches),
-            batch_rounds=scaled_count(self.batch_rounds, scale, 2),
-            wakes=scaled_count(self.wakes, scale, 3),
-            clients=scaled_clients(self.clients, scale),
-            client_rounds=scaled_count(self.client_rounds, scale, 2),
-            client_seconds=max(self.client_seconds * scale, 0.2),
-        )
+        return self if scale == 1 else scaled_plan(self, scale, _LEAST)
 
 
 def full_cluster_plan() -> ClusterPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 from rlplane.errors import InvalidRequestError, MissingExtraError
@@ -76,6 +77,12 @@ class Participant:
 
 _HERE = "rlplane_benchmarks.participants"
 _ALL_PARTS = frozenset({"data", "wake", "claims", "clients"})
+_QUEUE_MODULES = ("ray", "transfer_queue", "omegaconf")
+_on_ray = partial(Participant, modules=_QUEUE_MODULES, extra="transfer-queue")
+_on_mooncake = partial(Participant, modules=(*_QUEUE_MODULES, "mooncake"), extra="mooncake")
+_in_ray_store = partial(
+    Participant, peer="ray", consumer_is_actor=True, modules=("ray",), extra="transfer-queue"
+)
 
 PARTICIPANTS = (
     Participant(COPY, "torch copy into mapped memory", f"{_HERE}.memory_copy:CopyStore"),
@@ -92,25 +99,13 @@ PARTICIPANTS = (
         f"{_HERE}.rlplane_client:PlaneStore",
         parts=_ALL_PARTS | {"images", "held", "loop"},
     ),
-    Participant(
+    _in_ray_store(
         "ray-batch",
         "Ray object store, the batch as one object",
         f"{_HERE}.ray_store:RayBatchStore",
-        peer="ray",
         parts=frozenset({"data", "wake"}),
-        consumer_is_actor=True,
-        modules=("ray",),
-        extra="transfer-queue",
     ),
-    Participant(
-        "ray-rows",
-        "Ray object store, a row per object",
-        f"{_HERE}.ray_store:RayRowsStore",
-        peer="ray",
-        consumer_is_actor=True,
-        modules=("ray",),
-        extra="transfer-queue",
-    ),
+    _in_ray_store("ray-rows", "Ray object store, a row per object", f"{_HERE}.ray_store:RayRowsStore"),
     Participant(
         "redis",
         "Redis over a Unix socket, a hash per row",
@@ -121,7 +116,7 @@ PARTICIPANTS = (
         program="redis-server",
         extra="bench",
     ),
-    Participant(
+    _on_ray(
         "tq-simple",
         "TransferQueue, SimpleStorage",
         f"{_HERE}.transfer_queue:SimpleStore",
@@ -129,8 +124,6 @@ PARTICIPANTS = (
         parts=_ALL_PARTS | {"list", "images"},
         most_resident=100_000,
         most_clients=4,
-        modules=("ray", "transfer_queue", "omegaconf"),
-        extra="transfer-queue",
     ),
     Participant(
         AS_TRANSFER_QUEUE,
@@ -139,50 +132,31 @@ PARTICIPANTS = (
         peer="tq-simple",
         parts=frozenset({"data", "list", "images"}),
     ),
-    Participant(
+    _on_mooncake(
         "tq-mooncake",
         "TransferQueue, Mooncake over TCP",
         f"{_HERE}.transfer_queue:MooncakeStore",
         peer="tq-mooncake",
         parts=frozenset({"data", "wake", "claims"}),
         most_resident=1_000,
-        modules=("ray", "transfer_queue", "omegaconf", "mooncake"),
-        extra="mooncake",
     ),
 )
 
-_RAY = ("ray", "transfer_queue", "omegaconf")
 CLUSTER_PARTICIPANTS = {
     "simple": (
-        Participant(
-            RLPLANE,
-            "rlplane on TransferQueue's SimpleStorage",
-            f"{_HERE}.rlplane_client:ClusterPlaneStore",
-            modules=_RAY,
-            extra="transfer-queue",
+        _on_ray(
+            RLPLANE, "rlplane on TransferQueue's SimpleStorage", f"{_HERE}.rlplane_client:ClusterPlaneStore"
         ),
-        Participant(
-            TRANSFER_QUEUE,
-            "plain TransferQueue, SimpleStorage",
-            f"{_HERE}.transfer_queue:KeyValueStore",
-            modules=_RAY,
-            extra="transfer-queue",
+        _on_ray(
+            TRANSFER_QUEUE, "plain TransferQueue, SimpleStorage", f"{_HERE}.transfer_queue:KeyValueStore"
         ),
     ),
     "mooncake_cpu": (
-        Participant(
-            RLPLANE,
-            "rlplane on Mooncake over TCP",
-            f"{_HERE}.rlplane_client:MooncakePlaneStore",
-            modules=(*_RAY, "mooncake"),
-            extra="mooncake",
-        ),
-        Participant(
+        _on_mooncake(RLPLANE, "rlplane on Mooncake over TCP", f"{_HERE}.rlplane_client:MooncakePlaneStore"),
+        _on_mooncake(
             TRANSFER_QUEUE,
             "plain TransferQueue, Mooncake over TCP",
             f"{_HERE}.transfer_queue:MooncakeKeyValueStore",
-            modules=(*_RAY, "mooncake"),
-            extra="mooncake",
         ),
     ),
 }

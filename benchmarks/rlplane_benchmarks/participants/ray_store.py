@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplane_benchmarks.batches import Batch, Columns
-from rlplane_benchmarks.participants.store import check_tiny, tiny_rows
+from rlplane_benchmarks.participants.store import tiny_rows
 from rlplane_benchmarks.ray_cluster import end_ray, start_ray
 
 __all__ = ["RayBatchStore", "RayRowsStore"]
@@ -115,9 +115,6 @@ class RayBatchStore:
 
     def read_tiny(self, partition: str, claimed: Any) -> Tensor:
         return _tensor(np.stack(claimed))
-
-    def check_tiny(self, rows: Tensor) -> str | None:
-        return check_tiny(rows)
 
     def clear_tiny(self, partition: str, claimed: Any) -> None:
         pass

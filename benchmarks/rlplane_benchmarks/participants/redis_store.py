@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplane_benchmarks.batches import Batch, Columns
-from rlplane_benchmarks.participants.store import TINY_WIDTH, check_tiny, tiny_rows
+from rlplane_benchmarks.participants.store import TINY_WIDTH, tiny_rows
 
 __all__ = ["RedisStore"]
 
@@ -110,9 +110,6 @@ class RedisStore:
     def read_tiny(self, partition: str, claimed: list[bytes]) -> Tensor:
         rows: Any = self._redis.mget(claimed)
         return torch.frombuffer(bytearray().join(rows), dtype=torch.int64).view(-1, TINY_WIDTH)
-
-    def check_tiny(self, rows: Tensor) -> str | None:
-        return check_tiny(rows)
 
     def clear_tiny(self, partition: str, claimed: list[bytes]) -> None:
         self._redis.delete(*claimed)

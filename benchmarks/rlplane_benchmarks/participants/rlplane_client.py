@@ -18,7 +18,7 @@ from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import KVBatchMeta
 from rlplane_benchmarks.batches import Batch, Columns
 from rlplane_benchmarks.loop_lag import measure_lag
-from rlplane_benchmarks.participants.store import check_tiny, columns_of, tiny_rows
+from rlplane_benchmarks.participants.store import columns_of, tiny_rows
 from rlplane_benchmarks.ray_cluster import LOOPBACK
 
 __all__ = ["ClusterPlaneStore", "MooncakePlaneStore", "PlaneStore"]
@@ -88,9 +88,6 @@ class PlaneStore:
     def read_tiny(self, partition: str, claimed: KVBatchMeta) -> Tensor:
         rows: Tensor = self._client.get_data(claimed)[_FIELD]
         return rows
-
-    def check_tiny(self, rows: Tensor) -> str | None:
-        return check_tiny(rows)
 
     def clear_tiny(self, partition: str, claimed: KVBatchMeta) -> None:
         self._client.clear_samples(claimed.sample_ids, partition)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlplane.interfaces import ADDRESS_VARIABLE
 from rlplane_benchmarks.batches import Batch, Columns
-from rlplane_benchmarks.participants.store import TINY_WIDTH, check_tiny, columns_of, tiny_rows
+from rlplane_benchmarks.participants.store import TINY_WIDTH, columns_of, tiny_rows
 from rlplane_benchmarks.ray_cluster import LOOPBACK, end_ray, join_ray, start_ray
 
 __all__ = ["FacadeStore", "KeyValueStore", "MooncakeKeyValueStore", "MooncakeStore", "SimpleStore"]
@@ -109,9 +109,6 @@ class KeyValueStore:
 
     def read_tiny(self, partition: str, claimed: Any) -> Tensor:
         return _flat(self._tq.kv_batch_get(keys=claimed, partition_id=partition, select_fields=[_FIELD]))
-
-    def check_tiny(self, rows: Tensor) -> str | None:
-        return check_tiny(rows)
 
     def clear_tiny(self, partition: str, claimed: Any) -> None:
         self._tq.kv_clear(keys=claimed, partition_id=partition)

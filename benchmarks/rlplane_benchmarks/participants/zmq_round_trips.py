@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from rlplane_benchmarks.participants.store import check_tiny, tiny_rows
+from rlplane_benchmarks.participants.store import tiny_rows
 
 __all__ = ["PingStore"]
 
@@ -70,9 +70,6 @@ class PingStore:
     def read_tiny(self, partition: str, claimed: Tensor) -> Tensor:
         self._round_trip()
         return claimed
-
-    def check_tiny(self, rows: Tensor) -> str | None:
-        return check_tiny(rows)
 
     def clear_tiny(self, partition: str, claimed: Tensor) -> None:
         self._round_trip()

@@ -26,6 +26,7 @@ from rlplane.control.policies import FlowPolicy
 from rlplane.control.rules import PartitionSpec, check_ids, check_names, check_timeout, compile_where
 from rlplane.errors import (
     CapacityTimeoutError,
+    ClaimTimeoutError,
     DataPlaneError,
     InvalidRequestError,
     PlaneConnectionError,
@@ -146,7 +147,11 @@ class PlaneCalls:
         if step is not None:
             request.step, request.dp_rank, request.dp_world = str(step), dp_rank or 0, dp_world or 1
             request.split_groups = bool(split_groups)
-        claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s if blocking else 0.0)
+        try:
+            claimed = yield from ask(request, wire.Claimed, waits_s=timeout_s if blocking else 0.0)
+        except ClaimTimeoutError as error:
+            error.add_note(f"It waited for {timeout_s:g} s. timeout_s says how long; None: for ever.")
+            raise
         tags = open_tags(claimed.tags, allow_pickle=self._allow_pickle)
         return KVBatchMeta._adopt(partition_id, task_name, claimed.ids, names, tags)
 
@@ -173,6 +178,8 @@ class PlaneCalls:
         ids = check_ids(sample_ids)
         sealed = None
         if tags is not None:
+            if isinstance(tags, Mapping):
+                raise InvalidRequestError("tags must be a list with a dict for each sample, not one dict")
             if len(tags) != len(ids):
                 raise InvalidRequestError(
                     f"{len(tags)} tags for {len(ids)} sample_ids; it needs one per sample"

@@ -8,8 +8,9 @@ written once.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
+
+import msgspec
 
 from rlplane.service import protocol as wire
 
@@ -19,8 +20,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """Send a request and get its answer, a failure among them. ``waits_s`` is how long the service may take
     because it waits for somebody else."""
 
@@ -28,16 +28,14 @@ class Exchange:
     waits_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class MoveBytes:
+class MoveBytes(msgspec.Struct, frozen=True):
     """Call ``function``, which encodes, copies or fetches about ``nbytes`` bytes, and get what it returns."""
 
     function: Callable[[], Any]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Undo:
+class Undo(msgspec.Struct, frozen=True):
     """Send a request that gives something back, because the call has failed. Its answer is of no interest."""
 
     request: wire.Request

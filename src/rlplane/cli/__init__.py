@@ -7,6 +7,7 @@ everything else to stderr. What it raises becomes one line on stderr and an exit
     options.py    options that several commands share
     outcome.py    exit codes, and the error that carries one
     output.py     text and JSON on stdout, notes on stderr
+    cluster.py    the runs of the Ray cluster that this machine belongs to
     compare.py    what ``rlplane report --compare`` computes and prints
     machine.py    what ``rlplane doctor`` does, also where the extra ``cli`` is not installed
 """
@@ -90,7 +91,7 @@ def _dispatch(arguments: list[str]) -> int:
             arguments, exit_on_error=False, print_error=False, result_action="return_value", verbose=False
         )
     except cyclopts.CycloptsError as error:
-        print(f"rlplane: {_one_line(error)}", file=sys.stderr)
+        print(f"rlplane: {' '.join(str(error).split())}", file=sys.stderr)
         print(f"Try: rlplane {_command_of(arguments)}--help", file=sys.stderr)
         return ExitCode.USAGE
     return int(result) if isinstance(result, int) else ExitCode.OK
@@ -137,10 +138,6 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"rlplane: {error} (--debug shows where)"
     return f"rlplane: {type(error).__name__}: {error} (--debug shows where)"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _command_of(arguments: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""The commands, by name. To add one: a module here with a function, and an entry in :data:`COMMANDS`.
+"""The commands, by name. To add one: a module here with a function of its name, and an entry in
+:data:`COMMANDS`.
 
 A command's module is imported when the command is called, and all of them for completion and for an unknown
 command. ``rlplane --help`` reads this table alone: it is quick, and works when a command cannot be imported.
@@ -15,56 +16,33 @@ __all__ = ["COMMANDS", "Command", "build_app"]
 
 
 class Command(NamedTuple):
-    """Where a command's function is, what it does in one line, and one call that works."""
+    """What a command does in one line, and one call that works."""
 
-    path: str
     line: str
     example: str
 
 
 COMMANDS: dict[str, Command] = {
-    "demo": Command(
-        "rlplane.cli.demo:demo", "Run the main job: asynchronous GRPO through the plane.", "rlplane demo"
-    ),
+    "demo": Command("Run the main job: asynchronous GRPO through the plane.", "rlplane demo"),
     "bench": Command(
-        "rlplane.cli.bench:bench",
-        "Measure the engine beside its peers and the machine's limits.",
-        "rlplane bench --quick --peers redis",
+        "Measure the engine beside its peers and the machine's limits.", "rlplane bench --quick --peers redis"
     ),
-    "top": Command("rlplane.cli.top:top", "Watch a run on the terminal.", "rlplane top"),
-    "dash": Command("rlplane.cli.dash:dash", "Watch a run on a page.", "rlplane dash --open"),
+    "top": Command("Watch a run on the terminal.", "rlplane top"),
+    "dash": Command("Watch a run on a page.", "rlplane dash --open"),
     "report": Command(
-        "rlplane.cli.report:report",
-        "Show the report of a run, or compare two runs.",
-        "rlplane report runs/1 --html report.html",
+        "Show the report of a run, or compare two runs.", "rlplane report runs/1 --html report.html"
     ),
-    "trace": Command(
-        "rlplane.cli.trace:trace", "Make a trace of a run for Perfetto.", "rlplane trace runs/1 -o trace.json"
-    ),
-    "serve": Command(
-        "rlplane.cli.serve:serve",
-        "Serve a shared-memory plane by itself.",
-        "rlplane serve storage_capacity=5000",
-    ),
+    "trace": Command("Make a trace of a run for Perfetto.", "rlplane trace runs/1 -o trace.json"),
+    "serve": Command("Serve a shared-memory plane by itself.", "rlplane serve storage_capacity=5000"),
     "aggregate": Command(
-        "rlplane.cli.aggregate:aggregate",
-        "Run the metrics aggregator by itself.",
-        "rlplane aggregate --out runs/1 --prometheus-port 9464",
+        "Run the metrics aggregator by itself.", "rlplane aggregate --out runs/1 --prometheus-port 9464"
     ),
     "stress": Command(
-        "rlplane.cli.stress:stress",
-        "Kill the control service again and again, and count what is lost.",
-        "rlplane stress --minutes 0.2",
+        "Kill the control service again and again, and count what is lost.", "rlplane stress --minutes 0.2"
     ),
-    "doctor": Command(
-        "rlplane.cli.doctor:doctor",
-        "Check this machine, and clean up after dead planes.",
-        "rlplane doctor --clean",
-    ),
+    "doctor": Command("Check this machine, and clean up after dead planes.", "rlplane doctor --clean"),
     "config": Command(
-        "rlplane.cli.config:config",
-        "Print the resolved config, or check a file.",
-        "rlplane config plane.toml storage_capacity=5000",
+        "Print the resolved config, or check a file.", "rlplane config plane.toml storage_capacity=5000"
     ),
 }
 
@@ -88,6 +66,6 @@ def build_app() -> cyclopts.App:
     )
     for name, command in COMMANDS.items():
         text = f"{command.line}\n\nExample: `{command.example}`"
-        app.command(command.path, name=name, help=text, help_epilogue="")
+        app.command(f"rlplane.cli.{name}:{name}", name=name, help=text, help_epilogue="")
     app.register_install_completion_command(add_to_startup=False)
     return app

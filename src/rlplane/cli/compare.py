@@ -10,7 +10,8 @@ it cannot be told.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -105,16 +106,16 @@ def _interval(stat: SeriesStat, share: float) -> tuple[float, float]:
 
 
 def _rates(before: MetricsSnapshot, after: MetricsSnapshot) -> Iterator[Change]:
-    for what, unit, read in (
-        ("operations per second", "1/s", _per_second("ops")),
-        ("bytes per second", "bytes/s", _per_second("bytes")),
-        ("samples written per second", "1/s", _per_second("written")),
-        ("samples cleared per second", "1/s", _per_second("cleared")),
+    for what, unit, name in (
+        ("operations per second", "1/s", "ops"),
+        ("bytes per second", "bytes/s", "bytes"),
+        ("samples written per second", "1/s", "written"),
+        ("samples cleared per second", "1/s", "cleared"),
     ):
-        old, new = (_mean(snapshot.timeline, read) for snapshot in (before, after))
+        old, new = (_per_second(snapshot.timeline, name) for snapshot in (before, after))
         if old is None or new is None or not (old or new):
             continue
-        noise = _combine(_spread(before.timeline, read), _spread(after.timeline, read))
+        noise = _combine(_spread(before.timeline, name), _spread(after.timeline, name))
         change = _relative(old, new)
         verdict: Verdict = "unknown" if noise is None or change is None else _judge(-change, noise)
         yield Change(what, unit, old, new, change, noise, verdict)
@@ -158,34 +159,23 @@ def _combine(*parts: float | None) -> float | None:
     return math.hypot(*known) if len(known) == len(parts) else None
 
 
-Reader = Callable[[TimelinePoint], tuple[float, float]]
+def _per_second(timeline: Sequence[TimelinePoint], name: str) -> float | None:
+    seconds = sum(point.seconds for point in timeline)
+    return sum(getattr(point, name) for point in timeline) / seconds if seconds else None
 
 
-def _per_second(name: str) -> Reader:
-    return lambda point: (getattr(point, name), point.seconds)
-
-
-def _mean(timeline: Sequence[TimelinePoint], read: Reader) -> float | None:
-    parts = [read(point) for point in timeline]
-    weight = sum(part[1] for part in parts)
-    return sum(part[0] for part in parts) / weight if weight else None
-
-
-def _spread(timeline: Sequence[TimelinePoint], read: Reader) -> float | None:
+def _spread(timeline: Sequence[TimelinePoint], name: str) -> float | None:
     """How uncertain a run's mean is, relative to it, from how it varies over the run's time.
 
     Means over a few long stretches of time: what is alike within a stretch does not count twice.
     """
     size = max(1, len(timeline) // _BATCHES)
     stretches = [timeline[at : at + size] for at in range(0, len(timeline), size)]
-    means = [mean for stretch in stretches if (mean := _mean(stretch, read)) is not None]
+    means = [mean for stretch in stretches if (mean := _per_second(stretch, name)) is not None]
     if len(means) < 4:
         return None
-    centre = sum(means) / len(means)
-    if not centre:
-        return None
-    variance = sum((mean - centre) ** 2 for mean in means) / (len(means) - 1)
-    return _Z * math.sqrt(variance / len(means)) / centre
+    centre = statistics.fmean(means)
+    return _Z * statistics.stdev(means) / math.sqrt(len(means)) / centre if centre else None
 
 
 # Rendering

@@ -14,6 +14,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rlplane.atomic_file import write_atomically
+from rlplane.cli.cluster import ClusterRuns
 from rlplane.cli.options import Flag
 from rlplane.cli.output import note
 from rlplane.errors import MissingExtraError
@@ -43,7 +44,7 @@ def dash(
     ----------
     run
         The address of an aggregator's snapshots, or a finished run's directory.
-        Default: the newest run of this machine, and the next one after it.
+        Default: the newest run of this machine or, if it has none, of its Ray cluster; and the next one.
     host
         Where to listen. Anything but this machine needs a token.
     port
@@ -67,7 +68,7 @@ def dash(
         ) from error
     token = choose_token(token_file, none=no_token)
 
-    with RunFeed(run) as feed, _browser(open_browser) as browser:
+    with ClusterRuns() as cluster, RunFeed(run, cluster) as feed, _browser(open_browser) as browser:
 
         def ready(address: str) -> None:
             note(f"open {address}")

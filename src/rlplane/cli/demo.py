@@ -90,11 +90,6 @@ def demo(
     out
         Where the directory of a new run is made.
     """
-    from rlplane.demo.display import choose_display
-    from rlplane.demo.job import DemoError, Job
-    from rlplane.demo.redirect import redirected
-    from rlplane.demo.results import story, write_results
-
     given = {
         "steps": steps,
         "seed": seed,
@@ -109,6 +104,12 @@ def demo(
     settings, engine, run_dir = _resolve(given, impl, backend, resume, out)
     if chaos and engine == ("local", "memory"):
         raise CommandError("--chaos kills processes, and --backend memory has threads", ExitCode.USAGE)
+    # What cannot run has been refused by now: these load torch.
+    from rlplane.demo.display import choose_display
+    from rlplane.demo.job import DemoError, Job
+    from rlplane.demo.redirect import redirected
+    from rlplane.demo.results import story, write_results
+
     display = choose_display(settings.steps, as_json)
     job = Job(
         settings,
@@ -159,7 +160,6 @@ def _resolve(
     out: Path,
 ) -> tuple[Settings, tuple[str, str], Path]:
     """What is to run and where: from the options, and from an earlier run that goes on."""
-    from rlplane.demo.job import earlier_run
     from rlplane.demo.settings import Settings
 
     changes = {name: value for name, value in given.items() if value is not None}
@@ -170,6 +170,8 @@ def _resolve(
             choices = " or ".join(_BACKENDS[impl])
             raise CommandError(f"--impl {impl} has --backend {choices}, not {backend}", ExitCode.USAGE)
         return Settings(**changes), (impl, backend), _new_directory(out)
+    from rlplane.demo.job import earlier_run
+
     earlier = earlier_run(resume)
     if earlier is None:
         raise CommandError(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from rlplane.cli.cluster import ClusterRuns
 from rlplane.cli.compare import compare_runs, render_comparison
 from rlplane.cli.options import Flag, Json
 from rlplane.cli.outcome import CommandError, ExitCode
@@ -37,7 +38,7 @@ def report(
     ----------
     run
         A run's directory, its final_snapshot.json, or the address of a running one.
-        Default: the run that goes on now on this machine, else the newest in ./runs.
+        Default: the run that goes on now on this machine or in its Ray cluster, else the newest in ./runs.
     other
         With --compare: the run to compare it with.
     compare
@@ -73,12 +74,17 @@ def report(
 
 
 def _read(run: str | None) -> MetricsSnapshot:
-    if run is None and not list_runs():
-        run = _newest_finished_run()
-        note(f"the newest run: {run}")
-    if run is not None and "://" not in run:
-        return read_run(run)
-    with RunFeed(run) as feed:
+    with ClusterRuns() as cluster:
+        if run is None and not list_runs() and not cluster.wait_for_answer():
+            run = _newest_finished_run(cluster.where())
+            note(f"the newest run: {run}")
+        if run is not None and "://" not in run:
+            return read_run(run)
+        return _look(run, cluster)
+
+
+def _look(run: str | None, cluster: ClusterRuns) -> MetricsSnapshot:
+    with RunFeed(run, cluster) as feed:
         snapshot = feed.wait(0, 5.0)
         if run is None and snapshot is not None:
             note(f"run {snapshot.run_id}, which goes on now; for a finished one: rlplane report RUN_DIR")
@@ -90,11 +96,11 @@ def _read(run: str | None) -> MetricsSnapshot:
         return snapshot
 
 
-def _newest_finished_run() -> str:
+def _newest_finished_run(where: str) -> str:
     finished = list(_RUNS.glob(f"*/{FINAL_SNAPSHOT_NAME}"))
     if not finished:
         raise CommandError(
-            f"nothing runs on this machine now, and there is none in ./{_RUNS}; {HOW_TO_BE_SEEN}. For a"
+            f"nothing runs {where} now, and there is none in ./{_RUNS}; {HOW_TO_BE_SEEN}. For a"
             " finished run elsewhere, name its directory: rlplane report RUN_DIR",
             ExitCode.CANNOT_START,
         )

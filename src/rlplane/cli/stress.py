@@ -36,24 +36,22 @@ def stress(
         Seconds between two kills. Default: 2 on shm, 20 on a cluster, where Ray starts the service again; 5
         for flow.
     """
-    from rlplane.config import load_config
+    from rlplane.config import EXEMPLAR_OF, load_config
     from rlplane.testing.flow_stress import POLICIES, run_flow_stress
     from rlplane.testing.stress import run_stress
 
-    exemplars = {"shm": "shm", "simple": "cluster-simple", "mooncake_cpu": "cluster-mooncake"}
-    cfg = load_config(exemplars[engine])
-    write_text("| what was tried | how often | what held |\n| --- | --- | --- |")
-    held = True
+    cfg = load_config(EXEMPLAR_OF[engine])
+    held, heading = True, "| what was tried | how often | what held |\n| --- | --- | --- |\n"
     if scenario == "service":
         pause = every if every is not None else 2.0 if engine == "shm" else 20.0
         report = run_stress(cfg, 60 * minutes, kill_every_s=pause, say=note)
-        write_text(report.row())
+        write_text(heading + report.row())
         held = report.held
     else:
-        for policy in POLICIES:
+        for number, policy in enumerate(POLICIES):
             share = 60 * minutes / len(POLICIES)
             result = run_flow_stress(cfg, policy, share, kill_every_s=every or 5.0, say=note)
-            write_text(result.row())
+            write_text(heading * (number == 0) + result.row())
             held &= result.held
     if not held:
         raise CommandError("something did not hold; see the rows above", ExitCode.FAILED)

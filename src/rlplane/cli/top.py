@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
+from rlplane.cli.cluster import ClusterRuns
 from rlplane.cli.options import Json
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import write_json
@@ -31,7 +32,7 @@ def top(
     ----------
     run
         The address of an aggregator's snapshots, or a finished run's directory.
-        Default: the newest run of this machine, and the next one after it.
+        Default: the newest run of this machine or, if it has none, of its Ray cluster; and the next one.
     """
     if as_json:
         _print_once(run, wait)
@@ -49,12 +50,14 @@ def top(
         raise MissingExtraError(
             f"rlplane top needs {error.name!r}, which is not installed: pip install 'rlplane[tui]'"
         ) from error
-    with RunFeed(run) as feed:
+    with ClusterRuns() as cluster, RunFeed(run, cluster) as feed:
         TopApp(feed).run()
 
 
 def _print_once(run: str | None, wait: float) -> None:
-    with RunFeed(run) as feed:
+    with ClusterRuns() as cluster, RunFeed(run, cluster) as feed:
+        if feed.status().state == "searching":
+            cluster.wait_for_answer()
         deadline = time.monotonic() + wait
         while feed.latest is None and time.monotonic() < deadline:
             feed.wait(0, min(0.2, wait))

@@ -254,9 +254,7 @@ def as_column(value: Any, size: int) -> Any:
     if isinstance(value, Tensor):
         if value.dim() == 0 or value.size(0) != size:
             raise InvalidRequestError(f"a column of {size} rows is needed; got {_describe(value)}")
-        if not value.is_nested:
-            return value.detach().cpu()
-        if _differs_beyond_the_first_dimension(value):
+        if not value.is_nested or _differs_beyond_the_first_dimension(value):
             return value.detach().cpu()
         values, counts = _nested_parts(value)
         return _jagged(values.cpu(), counts)

@@ -7,12 +7,20 @@
 
 from rlplane.config.checking import ADAPTER_GROUP, BACKENDS, parse_size, settings
 from rlplane.config.keys import KEYS, TABLES, Key, PlaneSettings
-from rlplane.config.loading import EXEMPLARS, RESERVED_VARIABLES, exemplar_text, load_config, validate_config
+from rlplane.config.loading import (
+    EXEMPLAR_OF,
+    EXEMPLARS,
+    RESERVED_VARIABLES,
+    exemplar_text,
+    load_config,
+    validate_config,
+)
 
 __all__ = [
     "ADAPTER_GROUP",
     "BACKENDS",
     "EXEMPLARS",
+    "EXEMPLAR_OF",
     "KEYS",
     "RESERVED_VARIABLES",
     "TABLES",

@@ -29,9 +29,6 @@ def _doc(description: str) -> Meta:
     return Meta(description=description)
 
 
-# Begins the description of a key that is checked already, and that no engine reads so far.
-
-
 class ObservabilitySettings(msgspec.Struct, frozen=True):
     """What is measured on the client, and where the measurements go."""
 

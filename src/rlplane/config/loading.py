@@ -19,8 +19,14 @@ from rlplane.config.keys import KEYS, REMOVED, Key
 from rlplane.errors import ConfigError, MissingExtraError
 from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneConfig
 
-EXEMPLARS = ("local", "shm", "cluster-simple", "cluster-mooncake")
-_EXEMPLAR_OF = dict(zip(("memory", "shm", "simple", "mooncake_cpu"), EXEMPLARS, strict=True))
+EXEMPLAR_OF = {
+    "memory": "local",
+    "shm": "shm",
+    "simple": "cluster-simple",
+    "mooncake_cpu": "cluster-mooncake",
+}
+"""The exemplar of each backend."""
+EXEMPLARS = tuple(EXEMPLAR_OF.values())
 DEFAULT_EXEMPLAR = "shm"
 
 ENV_PREFIX = "RLPLANE_"
@@ -171,7 +177,7 @@ def _merge_layers(*layers: dict[str, Any]) -> dict[str, Any]:
                 _move_up(layer, table, sizes)
         _merge(merged, layer)
     if has_tables:  # such a config leaves out the sizes of the other backends, and may leave out its own
-        exemplar = tomllib.loads(exemplar_text(_EXEMPLAR_OF.get(str(backend), DEFAULT_EXEMPLAR)))
+        exemplar = tomllib.loads(exemplar_text(EXEMPLAR_OF.get(str(backend), DEFAULT_EXEMPLAR)))
         missing = [name for name in _SIZES if merged.get(name) is None]
         merged |= {name: exemplar[name] for name in missing}
     return merged

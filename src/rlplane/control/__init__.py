@@ -3,17 +3,20 @@
 state.py       ControlState: all partitions, what waits for room, which blocks are still needed
 partition.py   one partition: registering, writing, removing, and the parts that it consists of
   samples.py        its samples by row, with their tags and fields
+  names.py          the row of each sample by its id
   fields.py         where the values of one field are
   group_members.py  which rows are a group, how large it is to become, how long it has waited
   cursors.py        its tasks: what each has claimed, and the queues of what is ready
   claims.py         how claims are answered, those that wait among them
   flow_control.py   its flow policy, applied to rows
   looking.py        questions that change nothing
+staging.py     a put of many samples, made ready a slice at a time
 clearing.py    a clear of many samples, a slice at a time
 losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready
 groups.py      the same for whole GRPO groups
+making.py      a queue of many groups, built a slice at a time
 ordered.py     groups in another order
 ordered_rows.py  samples in another order
 flow.py        what a partition remembers for its flow policy

@@ -67,11 +67,10 @@ class Claims:
             queue.take(rows)
         if len(rows):
             self._flow_control.note_claim(task, rows)
-            if task.kept:
-                for name in table.groups[rows].tolist():
-                    task.kept.pop(name, None)
             # What the ranks of a step share belongs to none of them: one that dies gets its part again.
             task.take(rows, claim.owner if claim.step is None else NOBODY, popped_from=queue)
+            if task.kept:
+                self._cursors.forget_kept(task, rows)
             if claim.max_uses > 1:
                 self._cursors.line_up_again(task, rows, claim)
         return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
@@ -343,7 +342,9 @@ class Claims:
     def look_for(self, task: TaskCursor, claim: Claim) -> Iterator[Look]:
         """Looks at the tags that a claim will ask about."""
         key, order = self._cursors.wanted(task, claim)
-        if order is not None and not self._table.spec.group_size:
+        if self._table.spec.group_size:
+            yield from self._cursors.look_at_groups(task, key, order)
+        elif order is not None:
             yield from self._cursors.look_at_queue(task, key, order)
         matches = self._matches(claim)
         if matches is None:

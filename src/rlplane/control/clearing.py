@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
 
 from rlplane.control.fields import Rows
 from rlplane.control.partition import Partition
@@ -11,26 +15,69 @@ __all__ = ["Clearing"]
 
 # Cleared in about ten milliseconds. A number and not a time: a journal that is repeated has the same slices.
 _SAMPLES_AT_ONCE = 8192
+_LARGE = 65_536  # rows of a partition that takes some time to free
 
 
 class Clearing:
     """Which samples of a partition are to be cleared, how far that has come, and how many there were."""
 
-    __slots__ = ("_at", "_ids", "count", "partition")
+    __slots__ = ("_at", "_before", "_columns", "_remains", "_which", "count", "partition")
 
-    def __init__(self, partition: Partition, ids: Sequence[str]) -> None:
-        self.partition, self._ids = partition, ids
+    def __init__(self, partition: Partition, which: Sequence[str] | Rows) -> None:
+        """``which`` are ids, or rows that are live now."""
+        self.partition, self._which = partition, which
+        self._before = partition.table.next_serial
         self.count = self._at = 0
+        self._remains: list[dict[Any, Any] | deque[Any] | list[Any]] = []
+        self._columns: list[dict[str, Any]] = []
+
+    @classmethod
+    def of_all(cls, partition: Partition) -> Self:
+        """Everything in a partition that nobody can name any more. Its queues need not be kept up meanwhile,
+        and what is in them goes in slices too: to free a million things takes long."""
+        clearing = cls(partition, np.flatnonzero(partition.table.serial >= 0))
+        is_large = partition.table.size > _LARGE
+        clearing._columns = [partition.columns, partition.tasks] if is_large else []
+        for task in partition.tasks.values():
+            if is_large:
+                clearing._remains += [part for queue in task.queues.values() for part in queue.contents()]
+            task.queues = {}
+        return clearing
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to be cleared."""
-        return self._at >= len(self._ids)
+        return self._at >= len(self._which) and not (self._remains or self._columns)
 
     def next_rows(self) -> Rows:
         """The rows of the next slice, of those that are there."""
-        some = self._ids[self._at : self._at + _SAMPLES_AT_ONCE]
+        if self._at >= len(self._which):
+            self._free_some()
+        some = self._which[self._at : self._at + _SAMPLES_AT_ONCE]
         self._at += len(some)
-        rows = self.partition.live_rows(some)
+        if isinstance(some, np.ndarray):
+            serials = self.partition.table.serial[some]
+            rows = some[(serials >= 0) & (serials < self._before)]  # others may have got the row since
+        else:
+            rows = self.partition.live_rows(some)
         self.count += len(rows)
         return rows
+
+    def _free_some(self) -> None:
+        if not self._remains:
+            # Columns, each of many pages.
+            if self._columns and self._columns[-1]:
+                self._columns[-1].popitem()
+            else:
+                del self._columns[-1:]
+            return
+        left = _SAMPLES_AT_ONCE
+        while self._remains and left:
+            part = self._remains[-1]
+            some = min(len(part), left)
+            free = part.popitem if isinstance(part, dict) else part.pop
+            for _ in range(some):
+                free()
+            left -= some
+            if not part:
+                del self._remains[-1]

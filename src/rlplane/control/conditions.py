@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.rules import Condition
 
 __all__ = ["Conditions", "Look", "Matches", "TagTable", "key_of"]
@@ -45,7 +45,7 @@ class Matches:
 
     def __init__(self, table: TagTable, condition: Condition) -> None:
         self._table, self._condition = table, condition
-        self._known = np.zeros(table.size, np.int8)
+        self._known = filled(table.size, np.int8, _UNKNOWN)
 
     def __call__(self, rows: Rows) -> NDArray[np.bool_]:
         """For each row, whether it satisfies the condition."""

@@ -9,13 +9,14 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.conditions import Look
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue
 from rlplane.control.looking import Looking
+from rlplane.control.making import GroupsInMaking
 from rlplane.control.ordered import OrderedQueue
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
@@ -30,6 +31,9 @@ __all__ = ["Cursors", "QueueKey", "TaskCursor"]
 _MOST_QUEUES = 16
 # Sorted into a queue within some ten milliseconds.
 _SORTED_AT_ONCE = 1 << 16
+_MANY_ROWS = 8192  # to gather the groups of more takes longer than some ten milliseconds
+# How often a queue of groups is begun, until it is made at once.
+_MOST_ATTEMPTS = 4
 
 QueueKey = tuple[tuple[str, ...], str]
 """Which fields a queue's samples have, and in which order they are; empty: first ready, first claimed."""
@@ -56,11 +60,11 @@ class TaskCursor:
 
     def __init__(self, name: str, size: int) -> None:
         self.name = name
-        self.claimed = np.zeros(size, bool)
+        self.claimed = filled(size, bool, False)
         self.count = 0
         # Who holds an unfinished claim on a row, and in which order it was made.
-        self.owner = np.full(size, NOBODY, np.int64)
-        self.sequence = np.zeros(size, np.int64)
+        self.owner = filled(size, np.int64, NOBODY)
+        self.sequence = filled(size, np.int64, 0)
         # How often a row was claimed by claims that allow it more than once; None until one does.
         self.uses: NDArray[np.int64] | None = None
         # The stamp of when a row came back last: to the front if it is negative, and 0 if it never did. None
@@ -101,11 +105,14 @@ class TaskCursor:
 
     def remove(self, rows: Rows) -> None:
         """Forget rows."""
-        self.count -= int(np.count_nonzero(self.claimed[rows]))
-        for queue in self.queues.values():
-            queue.discard(rows)
-        self.claimed[rows] = False
-        self.owner[rows] = NOBODY
+        claimed = int(np.count_nonzero(self.claimed[rows]))
+        if claimed < len(rows):  # what is claimed is in no queue
+            for queue in self.queues.values():
+                queue.discard(rows)
+        if claimed:
+            self.count -= claimed
+            self.claimed[rows] = False
+            self.owner[rows] = NOBODY
         if self.uses is not None:
             self.uses[rows] = 0
         if self.places is not None:
@@ -114,7 +121,7 @@ class TaskCursor:
     def place(self, rows: Rows, stamps: Rows) -> None:
         """Rows have come back."""
         if self.places is None:
-            self.places = np.zeros(len(self.claimed), np.int64)
+            self.places = filled(len(self.claimed), np.int64, 0)
         self.places[rows] = stamps
 
 
@@ -122,7 +129,7 @@ class Cursors:
     """All tasks of a partition by name."""
 
     def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState, looking: Looking) -> None:
-        self._table, self._groups, self._flow, self._looking = table, groups, flow, looking
+        self.table, self._groups, self._flow, self._looking = table, groups, flow, looking
         self.tasks = {name: TaskCursor(name, table.size) for name in table.spec.tasks}
 
     def task(self, name: str) -> TaskCursor:
@@ -131,18 +138,17 @@ class Cursors:
             return self.tasks[name]
         except (KeyError, TypeError):
             raise UnknownTaskError(
-                f"partition {self._table.spec.partition_id!r} has no task {name!r}; it has "
+                f"partition {self.table.spec.partition_id!r} has no task {name!r}; it has "
                 f"{sorted(self.tasks)}"
             ) from None
 
     def declare(self) -> None:
         """Follow a new schema: its tasks are there, and queues of fields that are gone are not."""
-        columns = self._table.columns.keys()
+        columns = self.table.columns.keys()
         for task in self.tasks.values():
             task.queues = {key: queue for key, queue in task.queues.items() if columns >= set(key[0])}
         self.tasks = {
-            name: self.tasks.get(name) or TaskCursor(name, self._table.size)
-            for name in self._table.spec.tasks
+            name: self.tasks.get(name) or TaskCursor(name, self.table.size) for name in self.table.spec.tasks
         }
 
     # What is ready
@@ -158,35 +164,54 @@ class Cursors:
     def known_queue(self, task: TaskCursor, key: QueueKey) -> ReadyQueue | None:
         """The queue that a task has for a key, whole; None if it has none."""
         queue = task.queues.get(key)
-        if queue is not None and not queue.is_whole:
-            self._fill_unless_whole(task, key[0], queue, self._table.live_rows(None))
+        if isinstance(queue, GroupQueue) and not queue.is_whole:
+            if queue.making is None or not (queue.making(lambda: False) and queue.is_whole):
+                task.queues.pop(key, None)
+                return None
+        elif queue is not None and not queue.is_whole:
+            self._fill_unless_whole(task, key[0], queue, self.table.live_rows(None))
             queue.is_whole = True
         return queue
 
     def new_queue(self, task: TaskCursor, required: tuple[str, ...], order: Order | None) -> ReadyQueue:
         """A queue of what is ready, which the task does not keep."""
         queue: ReadyQueue
-        table, size, sizes = self._table, self._table.spec.group_size, self._groups.sizes
+        table = self.table
         rows = table.live_rows(None)
-        if order is not None and not size:
+        if order is not None and not table.spec.group_size:
             ordered = OrderedRowQueue(table, self._looking.keys(order))
             self._fill_ordered(ordered, task, required, rows)
             return ordered
-        if order is not None and size:
-            queue = OrderedQueue(table, size, order, sizes, task.kept)
-        elif size:
-            queue = GroupQueue(table, size, sizes, task.kept)
-        else:
-            queue = RowQueue(table)
-        rows = self._ready(task, required, rows)
+        queue = self._new_groups(task, order) if table.spec.group_size else RowQueue(table)
+        rows = self.ready(task, required, rows)
         if len(rows):
-            self._fill(queue, task, required, rows)
+            self.fill(queue, task, required, rows)
         return queue
+
+    def _new_groups(self, task: TaskCursor, order: Order | None) -> GroupQueue:
+        size, sizes = self.table.spec.group_size, self._groups.sizes
+        assert size
+        if order is not None:
+            return OrderedQueue(self.table, size, order, sizes, task.kept)
+        return GroupQueue(self.table, size, sizes, task.kept)
+
+    def look_at_groups(self, task: TaskCursor, key: QueueKey, order: Order | None) -> Iterator[Look]:
+        """Looks that build a queue of groups, before a claim asks for it."""
+        for _ in range(_MOST_ATTEMPTS):
+            queue = task.queues.get(key)
+            if queue is not None and queue.is_whole:
+                return
+            if not isinstance(queue, GroupQueue) or queue.making is None:
+                queue = self._new_groups(task, order)
+                self._keep(task, key, queue)
+                queue.make_of(GroupsInMaking(self, task, key, queue, self.table.live_rows(None)))
+            assert queue.making is not None
+            yield queue.making
 
     def look_at_queue(self, task: TaskCursor, key: QueueKey, order: Order) -> Iterator[Look]:
         """Looks that build the queue of an order, before a claim asks for it. It is there meanwhile, so that
         it takes part in all that happens, and what was there before comes to it a slice at a time."""
-        table = self._table
+        table = self.table
         if key not in task.queues:
             look = self._looking.look_at_keys(order)
             if look is not None:
@@ -215,17 +240,29 @@ class Cursors:
             _drop_a_queue(task)
         task.queues[key] = queue  # the last one that was asked for
 
-    def _ready(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> Rows:
+    def ready(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> Rows:
         """Those of live rows that a claim may have."""
-        ready: Rows = rows[~task.claimed[rows] & self._table.have(rows, required)]
-        return ready
+        if len(rows) <= _SORTED_AT_ONCE:
+            ready: Rows = rows[~task.claimed[rows] & self.table.have(rows, required)]
+            return ready
+        found = []
+        for some, at in _in_pieces(rows):
+            has = ~task.claimed[at]
+            for name in required:
+                has &= self.table.columns[name].block[at] >= 0
+            found.append(some[has])
+        return np.concatenate(found)
 
-    def _since(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> tuple[Rows, NDArray[np.bool_]]:
+    def since(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> tuple[Rows, NDArray[np.bool_]]:
         """The stamps of when rows became ready or came back, and whether they came back to the front."""
-        table = self._table
-        stamps = reduce(
-            np.maximum, [table.columns[name].stamp[rows] for name in required] or [table.stamp[rows]]
-        )
+        table = self.table
+        columns = [table.columns[name].stamp for name in required] or [table.stamp]
+        if len(rows) <= _SORTED_AT_ONCE:
+            stamps = reduce(np.maximum, [column[rows] for column in columns])
+        else:
+            stamps = np.concatenate(
+                [reduce(np.maximum, [column[at] for column in columns]) for _, at in _in_pieces(rows)]
+            )
         if task.places is None:
             return stamps, np.zeros(len(rows), bool)
         places = task.places[rows]
@@ -235,18 +272,28 @@ class Cursors:
         self, queue: OrderedRowQueue, task: TaskCursor, required: Sequence[str], rows: Rows
     ) -> None:
         """Put those of live rows that are ready into a new queue."""
-        rows = self._ready(task, required, rows)
-        queue.fill(rows, _in_line(*self._since(task, required, rows)))
+        rows = self.ready(task, required, rows)
+        queue.fill(rows, _in_line(*self.since(task, required, rows)))
 
-    def _fill(self, queue: ReadyQueue, task: TaskCursor, required: Sequence[str], rows: Rows) -> None:
+    def fill(self, queue: ReadyQueue, task: TaskCursor, required: Sequence[str], rows: Rows) -> None:
         """Do to a new queue what was done to those that were there when its rows became ready, came back, or
         were left over in a group that was closed."""
-        table, closed = self._table, self._groups.closed
-        stamps, returned = self._since(task, required, rows)
-        order = np.argsort(stamps, kind="stable")
+        for piece, is_return in self.in_line(task, required, rows):
+            if is_return:
+                queue.restore(piece)
+                continue
+            for some, _ in _in_pieces(piece):
+                queue.offer(some)
+
+    def in_line(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> list[tuple[Rows, bool]]:
+        """Rows that are ready in the order in which they became so, and whether they came back."""
+        if not len(rows):
+            return []
+        table, closed = self.table, self._groups.closed
+        stamps, returned = self.since(task, required, rows)
+        is_in_order = bool((stamps[1:] >= stamps[:-1]).all())
         if task.places is None and not closed:
-            queue.offer(rows[order])
-            return
+            return [(rows if is_in_order else rows[np.argsort(stamps, kind="stable")], False)]
         if closed:
             closings = np.array([closed.get(name, 0) for name in table.groups[rows].tolist()], np.int64)
             late = closings > stamps
@@ -254,21 +301,19 @@ class Cursors:
             in_line = _in_line(stamps, returned)
             stamps, returned = np.where(late, closings, stamps), returned & ~late
             order = np.lexsort((in_line, stamps))
+        else:
+            order = np.argsort(stamps, kind="stable")
         rows, returned, stamps = rows[order], returned[order], stamps[order]
         returns = np.where(returned, stamps >> STAMP_BITS, 0)
         cuts = np.flatnonzero(np.diff(returns)) + 1
-        for piece, is_return in zip(np.split(rows, cuts), returned[[0, *cuts]].tolist(), strict=True):
-            if is_return:
-                queue.restore(piece)
-            else:
-                queue.offer(piece)
+        return list(zip(np.split(rows, cuts), returned[[0, *cuts]].tolist(), strict=True))
 
     def wanted(self, task: TaskCursor, claim: Claim) -> tuple[QueueKey, Order | None]:
         """Which queue a claim takes from, and its order if that is not first ready, first claimed."""
-        order, policy = claim.order, self._table.spec.flow
+        order, policy = claim.order, self.table.spec.flow
         if order is None and policy is not None and task.name == policy.training_task:
             order = policy.training_order
-        return (tuple(sorted(set(claim.fields))), "" if order is None else order.text), order
+        return (claim.required, "" if order is None else order.text), order
 
     def queues(self) -> Iterator[ReadyQueue]:
         """Those of all tasks."""
@@ -279,18 +324,28 @@ class Cursors:
         """These rows were written. Those that are ``all_new`` have exactly the fields that were written;
         ``changed``: not only their fields are different."""
         for task in self.tasks.values():
-            for (required, _), queue in task.queues.items():
-                if all_new and written.issuperset(required):
+            for key, queue in task.queues.items():
+                required = key[0]
+                if (
+                    len(rows) > _MANY_ROWS
+                    and isinstance(queue, GroupQueue)
+                    and queue.is_whole
+                    and not task.waiting
+                ):
+                    # Nobody waits for them: the next claim takes them in, a slice at a time.
+                    queue.move(rows)
+                    queue.make_of(GroupsInMaking(self, task, key, queue, queue.missing(rows)))
+                elif all_new and written.issuperset(required):
                     self._offer_ready(task, required, queue, rows)  # new and whole: nothing to look up
                 elif changed or not written.isdisjoint(required):
                     self._offer(task, required, queue, rows)
 
     def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
-        self._offer_ready(task, required, queue, self._ready(task, required, rows))
+        self._offer_ready(task, required, queue, self.ready(task, required, rows))
 
     def _offer_ready(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
-        self._fill_unless_whole(task, required, queue, rows)
-        queue.offer(rows)
+        if not self._fill_unless_whole(task, required, queue, rows) or isinstance(queue, OrderedRowQueue):
+            queue.offer(rows)
 
     def _fill_unless_whole(
         self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows
@@ -299,6 +354,10 @@ class Cursors:
         have been ready before, and not have come to it yet."""
         if queue.is_whole:
             return False
+        if isinstance(queue, GroupQueue):
+            if queue.making is not None:
+                queue.making.touch(rows)
+            return True
         assert isinstance(queue, OrderedRowQueue)
         self._fill_ordered(queue, task, required, rows)
         return True
@@ -312,14 +371,14 @@ class Cursors:
             mine = rows[task.owner[rows] == owner]
             if len(mine):
                 task.writes.update(written)
-                produces = self._table.spec.produces.get(task.name, ())
-                task.owner[mine[self._table.have(mine, produces)]] = NOBODY
+                produces = self.table.spec.produces.get(task.name, ())
+                task.owner[mine[self.table.have(mine, produces)]] = NOBODY
 
     def line_up_again(self, task: TaskCursor, rows: Rows, claim: Claim) -> None:
         """Let what was claimed be claimed again, behind all others, as often as the claim says."""
-        table = self._table
+        table = self.table
         if task.uses is None:
-            task.uses = np.zeros(table.size, np.int64)
+            task.uses = filled(table.size, np.int64, 0)
         task.uses[rows] += 1
         again = task.uses[rows] < claim.max_uses
         if claim.repeats is not None:
@@ -344,28 +403,37 @@ class Cursors:
         if not len(rows):
             return 0
         rows = rows[np.argsort(task.sequence[rows])]
-        task.place(rows, -self._table.stamps(len(rows)))
+        task.place(rows, -self.table.stamps(len(rows)))
         task.owner[rows] = NOBODY
         task.claimed[rows] = False
         task.count -= len(rows)
-        spec = self._table.spec
+        spec = self.table.spec
         if spec.flow is not None and task.name == spec.flow.training_task:
             self._flow.untrain(rows)
         if spec.group_size:
             self.count_kept(task, rows)
         for (required, _), queue in task.queues.items():
             if not self._fill_unless_whole(task, required, queue, rows):
-                queue.restore(rows[self._table.have(rows, required)])
+                queue.restore(rows[self.table.have(rows, required)])
         return len(rows)
 
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
         """How many members the task keeps of the groups of rows that come back: the others finish them. Those
         that came back earlier, and were all that was missing, wait for these."""
-        for name in dict.fromkeys(self._table.groups[returned].tolist()):
+        for name in dict.fromkeys(self.table.groups[returned].tolist()):
             members = list(self._groups.of(name))
             self.keep(task, name, members)
             for queue in task.queues.values():
                 queue.look_again(name, members)
+
+    def forget_kept(self, task: TaskCursor, finishing: Rows) -> None:
+        """The members that were missing from groups are claimed. One that came in the place of a member that
+        was cleared is not of these groups, and waits for others."""
+        for name in dict.fromkeys(self.table.groups[finishing].tolist()):
+            if task.kept.pop(name, 0):
+                members = list(self._groups.of(name))
+                for queue in task.queues.values():
+                    queue.look_again(name, members)
 
     def keep(self, task: TaskCursor, name: str, members: Iterable[int]) -> None:
         """Note how many of these members of a group the task has claimed: the others finish it."""
@@ -374,6 +442,14 @@ class Cursors:
             task.kept[name] = kept
         else:
             task.kept.pop(name, None)
+
+
+def _in_pieces(rows: Rows) -> Iterator[tuple[Rows, Rows | slice]]:
+    """Rows in pieces that fit into the caches, and what to read their part of a column with: rows that were
+    never used again follow one another, and such a part need not be gathered."""
+    for some in np.split(rows, range(_SORTED_AT_ONCE, len(rows), _SORTED_AT_ONCE)):
+        follow = len(some) > 0 and bool((some[1:] - some[:-1] == 1).all())
+        yield some, slice(int(some[0]), int(some[-1]) + 1) if follow else some
 
 
 def _in_line(stamps: Rows, returned: NDArray[np.bool_]) -> Rows:
@@ -385,7 +461,7 @@ def _in_line(stamps: Rows, returned: NDArray[np.bool_]) -> Rows:
 
 def _drop_a_queue(task: TaskCursor) -> None:
     """Forget the queue that nobody has asked for longest; it is built again if somebody does."""
-    awaited = {tuple(sorted(set(claim.fields))) for claim in task.waiting}
+    awaited = {claim.required for claim in task.waiting}
     unused = next((key for key in task.queues if key[0] not in awaited), None)
     if unused is not None:
         del task.queues[unused]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.requests import LostRows
 
 __all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "pieces_of"]
@@ -30,9 +30,9 @@ class FieldIndex:
         self.declared = declared
         self.stamped = False  # whether it was ever written
         self.produced = 0
-        self.block = np.full(size, -1, np.int64)
-        self.position = np.zeros(size, np.int32)
-        self.stamp = np.zeros(size, np.int64)
+        self.block = filled(size, np.int64, -1)
+        self.position = filled(size, np.int32, 0)
+        self.stamp = filled(size, np.int64, 0)
         self.turns: dict[int, list[tuple[int, int]]] = {}
         self.lost: set[int] = set()  # rows whose value died with the storage that had it
 

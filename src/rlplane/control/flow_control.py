@@ -85,7 +85,7 @@ class FlowControl:
             return NO_ROWS
         claimed = self._cursors.tasks[policy.training_task].claimed
         if rows is None:
-            rows = list(self._looking.tag_index(policy.version_tag).candidates({"<": oldest}))
+            rows = self._looking.candidates(policy.version_tag, {"<": oldest}).tolist()
         found: dict[int, None] = {}
         for row in rows:
             version = policy.version_of(self._table.tags[row])

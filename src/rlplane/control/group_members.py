@@ -28,7 +28,7 @@ class GroupMembers:
         """The rows of a group."""
         if self._members is None:
             self._members = {}
-            self._add(list(self._table.rows.values()))
+            self._add(self._table.live_rows(None).tolist())
         return self._members.get(name, {})
 
     def size_of(self, name: str) -> int:
@@ -98,7 +98,7 @@ class GroupMembers:
     def resume_clocks(self) -> None:
         """After a load: the groups that wait begin to wait anew, at the first look at the clock."""
         if self._timeout_s is not None:
-            for row in self.finished(list(self._table.rows.values()), self.finished_fields):
+            for row in self.finished(self._table.live_rows(None).tolist(), self.finished_fields):
                 self.clocks.setdefault(self._table.groups[row], None)
 
     def next_deadline(self) -> float:

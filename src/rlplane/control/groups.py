@@ -12,11 +12,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
+
+if TYPE_CHECKING:
+    from rlplane.control.making import GroupsInMaking
 
 __all__ = ["Group", "GroupQueue"]
 
@@ -49,18 +54,34 @@ class GroupQueue(ReadyQueue):
         """``sizes`` has the groups with a size of their own, ``kept`` how many members the task keeps. Both
         are read whenever they are needed, and may change meanwhile."""
         super().__init__(table)
-        self._group_size = group_size
+        self.making: GroupsInMaking | None = None  # what brings it what was ready before, until it is whole
+        self.group_size = group_size
         self._sizes, self._kept = sizes, kept
         self._room = 0  # what the groups take of a batch
         self._gathering: dict[str, dict[int, None]] = {}
         self._groups: deque[Group] = deque()
         self._group_of: dict[int, Group] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # One that is not whole is made anew.
+        return {**super().__getstate__(), "making": None}
+
+    def make_of(self, making: GroupsInMaking) -> None:
+        """It is whole when that is done."""
+        self.is_whole, self.making = False, making
+
+    def missing(self, rows: Rows) -> Rows:
+        """Those of these rows that are not in it."""
+        members = zip(rows.tolist(), self._table.groups[rows].tolist(), strict=True)
+        gathering, known = self._gathering, self._group_of
+        missing = [row for row, name in members if row not in known and row not in gathering.get(name, ())]
+        return np.array(missing, np.int64)
+
     def grow(self, size: int) -> None:
         """Nothing to do: groups are kept by row in dictionaries."""
 
     def offer(self, rows: Rows) -> None:
-        known, size = self._group_of, self._group_size
+        known, size = self._group_of, self.group_size
         names, numbers = self._table.groups[rows].tolist(), rows.tolist()
         for at in range(0, len(numbers), size):
             few, name = numbers[at : at + size], names[at]
@@ -77,6 +98,9 @@ class GroupQueue(ReadyQueue):
             for row, name in zip(few, names[at : at + size], strict=True):
                 if row not in known:
                     self._gather(row, name, self._groups.append)
+
+    def move(self, rows: Rows) -> None:
+        """The tags of rows have changed."""
 
     def restore(self, rows: Rows) -> None:
         # Back to front, so that groups made whole end up in the order in which they were claimed.
@@ -106,7 +130,7 @@ class GroupQueue(ReadyQueue):
             self._join(list(members), place)
 
     def _join(self, rows: list[int], place: Callable[[Group], None]) -> None:
-        group = Group(rows, max(len(rows), self._group_size))
+        group = Group(rows, max(len(rows), self.group_size))
         place(group)
         self._group_of.update(dict.fromkeys(rows, group))
         self.ready += len(rows)
@@ -114,9 +138,12 @@ class GroupQueue(ReadyQueue):
         self._note_added([group])
 
     def _needed(self, name: str) -> int:
-        return self._sizes.get(name, self._group_size) - self._kept.get(name, 0)
+        return self._sizes.get(name, self.group_size) - self._kept.get(name, 0)
 
     def look_again(self, name: str, members: Sequence[int]) -> None:
+        if self.making is not None:
+            self.making.is_spoiled = True
+            return
         needed = self._needed(name)
         broken = [group for group in self._groups_of(members) if len(group.rows) < needed]
         self._leave(broken)
@@ -144,8 +171,12 @@ class GroupQueue(ReadyQueue):
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def candidates(self) -> tuple[Rows, int]:
-        rows = [row for group in self._in_about_this_order() if group.whole for row in group.rows]
-        return np.array(rows, np.int64), self._group_size
+        whole = filter(attrgetter("whole"), self._in_about_this_order())
+        rows = itertools.chain.from_iterable(map(attrgetter("rows"), whole))
+        return np.fromiter(rows, np.int64), self.group_size
+
+    def contents(self) -> list[dict[Any, Any] | deque[Any] | list[Any]]:
+        return [self._group_of, self._gathering, self._groups]
 
     def _in_about_this_order(self) -> Iterable[Group]:
         return self._groups
@@ -157,7 +188,7 @@ class GroupQueue(ReadyQueue):
         return sum(group.room for group in _matching(units, match))
 
     def room_of(self, unit: list[int]) -> int:
-        return max(len(unit), self._group_size)
+        return max(len(unit), self.group_size)
 
     def discard(self, rows: Rows) -> None:
         going = dict.fromkeys(rows.tolist())
@@ -191,7 +222,7 @@ class GroupQueue(ReadyQueue):
         taken: list[Group] = []
         skipped: list[Group] = []
         at_once = 1 if match is None else _FEW_GROUPS
-        while count >= self._group_size and self._groups:
+        while count >= self.group_size and self._groups:
             groups = [self._groups.popleft() for _ in range(min(at_once, len(self._groups)))]
             groups = [group for group in groups if group.whole]
             fitting = None if match is None else set(_matching(groups, match))

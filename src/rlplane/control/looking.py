@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,14 @@ class Looking:
             for keys in self._keys.values():
                 keys.forget(again)
         for index in self.indexes.values():
-            self._add_to(index, rows)
+            self.add_to(index, rows)
+
+    def get_ready(self, rows: Rows, indexes: Iterable[TagIndex]) -> None:
+        """Take in rows that will be there soon, with the tags that they have."""
+        for keys in self._keys.values():
+            keys(rows)
+        for index in indexes:
+            self.add_to(index, rows)
 
     def remove(self, rows: Rows) -> None:
         """Forget rows."""
@@ -71,7 +78,7 @@ class Looking:
         """The index of a tag, made when it is first asked for."""
         index = self.indexes.setdefault(tag, TagIndex(tag))
         if not index.is_whole:
-            self._add_to(index, self._table.live_rows(None))
+            self.add_to(index, self._table.live_rows(None))
             index.is_whole = True
         return index
 
@@ -86,7 +93,7 @@ class Looking:
         tag = _tag_with_value(where)
         if tag is not None and not (index := self.indexes.setdefault(tag, TagIndex(tag))).is_whole:
             table = self._table
-            yield Look(table, table.live_rows(None), lambda rows: self._add_to(index, rows), math.inf)
+            yield Look(table, table.live_rows(None), lambda rows: self.add_to(index, rows), math.inf)
             index.is_whole = True
         rows, matches = self._candidates(where)
         yield Look(self._table, rows, lambda rows: int(matches(rows).sum()), math.inf)
@@ -94,13 +101,17 @@ class Looking:
     def _candidates(self, where: Mapping[str, Any]) -> tuple[Rows, Matches]:
         condition, tag = compile_where(where), _tag_with_value(where)
         assert condition is not None
-        if tag is None:
-            rows = self._table.live_rows(None)
-        else:
-            rows = np.fromiter(self.tag_index(tag).candidates(where[tag]), np.int64)
+        rows = self._table.live_rows(None) if tag is None else self.candidates(tag, where[tag])
         return rows, self.conditions.get(key_of(where), condition)
 
-    def _add_to(self, index: TagIndex, rows: Rows) -> int:
+    def candidates(self, tag: str, condition: Any) -> Rows:
+        """Live rows whose tag may meet a condition; all that do are among them."""
+        rows = np.fromiter(self.tag_index(tag).candidates(condition), np.int64)
+        live: Rows = rows[self._table.serial[rows] >= 0]
+        return live
+
+    def add_to(self, index: TagIndex, rows: Rows) -> int:
+        """Take rows into an index; return how many."""
         index.set(rows.tolist(), self._table.tags[rows].tolist())
         return len(rows)
 

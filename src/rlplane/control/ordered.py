@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,9 @@ class _Line:
         place = self._current[group] = (self._key(group.rows), number)
         heapq.heappush(self._heap, (*place, group))
 
+    def contents(self) -> list[dict[Any, Any] | deque[Any] | list[Any]]:
+        return [self._current, self._heap]
+
     def in_about_this_order(self) -> list[Group]:
         """All groups, without the cost of sorting them."""
         return list(self._current)
@@ -101,11 +105,17 @@ class OrderedQueue(GroupQueue):
         self._line = self._groups = _Line(order, table)  # type: ignore[assignment]
 
     def offer(self, rows: Rows) -> None:
-        for row in rows.tolist():
-            group = self._group_of.get(row)
-            if group is not None:
-                self._line.move(group)
+        self.move(rows)
         super().offer(rows)
+
+    def move(self, rows: Rows) -> None:
+        numbers = rows.tolist()
+        if not self._group_of.keys().isdisjoint(numbers):
+            for group in self._groups_of(numbers):
+                self._line.move(group)
+
+    def contents(self) -> list[dict[Any, Any] | deque[Any] | list[Any]]:
+        return [self._group_of, self._gathering, *self._line.contents()]
 
     def _remove_broken(self) -> None:
         self._line.remove_broken()

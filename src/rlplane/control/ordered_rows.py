@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 
@@ -88,7 +88,7 @@ class KnownKeys:
 
     def __init__(self, table: RowTable, order: Order) -> None:
         self._table, self._order = table, order
-        self._keys = np.full(table.size, np.nan)
+        self._keys = filled(table.size, np.float64, np.nan)
 
     def __call__(self, rows: Rows) -> NDArray[np.float64]:
         """The key of each row."""
@@ -118,9 +118,9 @@ class OrderedRowQueue(ReadyQueue):
         """Without keys, the newest comes first."""
         super().__init__(table)
         self._known_keys = keys
-        self._key = np.zeros(table.size, np.float64)
-        self._number = np.zeros(table.size, np.int64)
-        self._stamp = np.full(table.size, _ABSENT, np.int64)
+        self._key = filled(table.size, np.float64, 0)
+        self._number = filled(table.size, np.int64, 0)
+        self._stamp = filled(table.size, np.int64, _ABSENT)
         self._front = _NOTHING
         self._runs: list[_Run] = []  # none of their entries comes before one of the front
         self._count = _FIRST_NUMBER

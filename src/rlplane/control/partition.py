@@ -7,7 +7,6 @@ that all parts share; what each part knows beside it is its own.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from rlplane.control.flow import FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
+from rlplane.control.names import Names
 from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
@@ -34,7 +34,7 @@ from rlplane.errors import (
 
 __all__ = ["TIMEOUT", "Partition"]
 
-# Up to this many references are counted faster by a Counter than by numpy.unique.
+# Up to this many references are counted faster one by one than by numpy.unique.
 _FEW = 256
 TIMEOUT = "timeout"
 """Why a group was closed, or given up, that had waited too long."""
@@ -65,8 +65,8 @@ class Partition:
         return self.table.spec
 
     @property
-    def rows(self) -> dict[str, int]:
-        """The row of each sample, by birth."""
+    def rows(self) -> Names:
+        """The row of each sample."""
         return self.table.rows
 
     @property
@@ -97,6 +97,11 @@ class Partition:
         """See :meth:`~rlplane.control.samples.SampleTable.live_rows`."""
         return self.table.live_rows(ids)
 
+    def names(self) -> list[str]:
+        """The ids of all samples, by birth."""
+        names: list[str] = self.ids[self.live_rows(None)].tolist()
+        return names
+
     # Registration
 
     def register(self, spec: PartitionSpec) -> list[tuple[Claim, DataPlaneError]]:
@@ -105,8 +110,9 @@ class Partition:
         if spec.group_size != self.spec.group_size:
             if spec.group_size:
                 # Refused before anything changes when a live sample belongs to no group.
-                groups = [table.groups[row] or group_of(i, table.tags[row]) for i, row in table.rows.items()]
-                for row, group in zip(table.rows.values(), groups, strict=True):
+                rows = table.live_rows(None).tolist()
+                groups = [table.groups[row] or group_of(table.ids[row], table.tags[row]) for row in rows]
+                for row, group in zip(rows, groups, strict=True):
                     table.groups[row] = group
             for task in self.tasks.values():
                 task.queues.clear()
@@ -139,14 +145,16 @@ class Partition:
     def check_put(self, put: Put) -> int:
         """The number of new samples in a put; raises if it cannot be written. What it finds is good until
         the partition changes."""
-        put.known, put.groups = list(map(self.rows.get, put.ids)), ()
+        if put.staged is not None:
+            put.staged.catch_up()
+            put.sizes = put.staged.sizes
+            if put.must_exist and put.staged.new:
+                raise self._missing(put, put.staged.new_ids())
+            return put.staged.new
+        put.known, put.groups, put.sizes = self.rows.find(put.ids), (), {}
         new = put.known.count(None)
         if put.must_exist and new:
-            gone = [i for i, row in zip(put.ids, put.known, strict=True) if row is None]
-            raise MissingDataError(
-                f"partition {self.spec.partition_id!r} does not have {some(gone)} any more "
-                f"({len(gone)} of {len(put.ids)} samples of a write with must_exist); nothing was written"
-            )
+            raise self._missing(put, [i for i, row in zip(put.ids, put.known, strict=True) if row is None])
         if put.appends:
             self._check_unfinished(put)
         if self.spec.group_size and new:
@@ -161,6 +169,12 @@ class Partition:
                 if tag and "group_size" in tag and (size := own_group_size(i, tag)) is not None
             }
         return new
+
+    def _missing(self, put: Put, gone: list[str]) -> MissingDataError:
+        return MissingDataError(
+            f"partition {self.spec.partition_id!r} does not have {some(gone)} any more "
+            f"({len(gone)} of {len(put.ids)} samples of a write with must_exist); nothing was written"
+        )
 
     def _check_unfinished(self, put: Put) -> None:
         rows = np.array([row for row in put.known if row is not None], np.int64)
@@ -180,7 +194,7 @@ class Partition:
             return []
         retagged = NO_ROWS
         if put.tags is not None:
-            retagged = np.array([row for row in put.known if row is not None], np.int64)
+            retagged = _known_rows(put)
         if len(retagged):
             for queue in self.cursors.queues():
                 queue.withdraw(retagged)
@@ -188,7 +202,8 @@ class Partition:
         stamps = self.table.stamps(len(rows))
         self.table.stamp[fresh] = stamps[: len(fresh)]
         if put.tags is not None:
-            self.looking.tagged(rows, retagged)
+            # What was staged is known already.
+            self.looking.tagged(rows if put.staged is None else retagged, retagged)
         if len(retagged):
             for queue in self.cursors.queues():
                 queue.readmit(retagged)
@@ -225,14 +240,33 @@ class Partition:
     def _add(self, put: Put) -> tuple[Rows, Rows]:
         """The rows of a put, and those of them that are new."""
         size = self.table.size
-        rows, fresh = self.table.add(put)
-        if self.table.size > size:
+        rows, fresh = self.table.add(put) if put.staged is None else put.staged.publish()
+        self._follow(size)
+        if len(fresh):
+            self.groups.add(fresh, put.sizes)
+        return rows, fresh
+
+    def stage(
+        self, ids: list[str], tags: list[dict[str, Any]] | None, groups: Sequence[str | None]
+    ) -> list[int]:
+        """See :meth:`~rlplane.control.samples.SampleTable.stage`."""
+        size = self.table.size
+        rows = self.table.stage(ids, tags, groups)
+        self._follow(size)
+        return rows
+
+    def settle(self) -> None:
+        """After it was read from a dump: have columns that can grow, before the first put has to wait for
+        that."""
+        self.table.make_room(self.table.size)
+        self._follow(0)
+
+    def _follow(self, before: int) -> None:
+        """Grow with the table, if that has more rows than before."""
+        if self.table.size > before:
             self.flow.grow(self.table.size)
             for task in self.tasks.values():
                 task.grow(self.table.size)
-        if len(fresh):
-            self.groups.add(fresh, put.sizes if put.groups else {})
-        return rows, fresh
 
     def adopt(
         self,
@@ -276,8 +310,10 @@ class Partition:
 
     def release_rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects) -> None:
         """Rows do not refer to these blocks any more; those that no other row refers to are freed."""
+        counts: dict[int, int] = {}
         if len(blocks) <= _FEW:
-            counts = dict(Counter(blocks.tolist()))
+            for block in blocks.tolist():
+                counts[block] = counts.get(block, 0) + 1
         else:
             unique, number = np.unique(blocks, return_counts=True)
             counts = dict(zip(unique.tolist(), number.tolist(), strict=True))
@@ -329,6 +365,8 @@ class Partition:
                 self.tags[row] = {**self.tags[row], "short_group": short}
             rows = np.array(finished, np.int64)
             self.looking.tagged(rows, rows)
+            for touched in self.table.watchers:
+                touched.update(self.ids[rows].tolist())
         for task in self.tasks.values():
             self.cursors.keep(task, name, finished)
             for queue in task.queues.values():
@@ -372,7 +410,7 @@ class Partition:
     def status(self, now: float) -> dict[str, Any]:
         """The counts of ``DataPlaneClient.partition_status``."""
         live = len(self.rows)
-        oldest = now - float(self.table.born[next(iter(self.rows.values()))]) if live else None
+        oldest = now - float(self.table.born[self.table.oldest()]) if live else None
         return {
             "partition_id": self.spec.partition_id,
             "num_samples": self.spec.num_samples,
@@ -407,3 +445,10 @@ class Partition:
         if policy is not None and policy.is_gated:
             ready = self.claims.readiness(self.tasks[policy.admitting_task])["ready"]
         return self.flow_control.status(ready or 0)
+
+
+def _known_rows(put: Put) -> Rows:
+    """The rows of those of a checked put's samples that exist."""
+    if put.staged is not None:
+        return put.staged.known_rows
+    return np.array([row for row in put.known if row is not None], np.int64)

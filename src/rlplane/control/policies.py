@@ -10,7 +10,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 import numpy as np
@@ -91,6 +91,7 @@ class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             given = dict(flow)
             if given.get("kind") == "in_order" and "lookahead" in given:
                 given["max_staleness"] = given.pop("lookahead")
+            _refuse_unknown(given, cls.__struct_fields__)
             try:
                 flow = msgspec.convert(given, cls)
             except msgspec.ValidationError as error:
@@ -102,6 +103,11 @@ class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidRequestError(f"flow is not a policy: {error}") from error
         if flow.max_staleness < 0:
             raise InvalidRequestError(f"flow: max_staleness must be at least 0, not {flow.max_staleness}")
+        if flow.kind == "unbounded" and (flow.max_staleness or flow.batch or flow.freshest_first):
+            raise InvalidRequestError(
+                "flow: max_staleness, batch and freshest_first need a kind of policy that goes by them: "
+                "windowed, ready_first, weight_fifo or in_order"
+            )
         if flow.is_gated and flow.batch < 1:
             raise InvalidRequestError(f"flow: {flow.kind} needs batch, the number of prompts of a step")
         if flow.group_timeout_s is not None and not (flow.group_timeout_s > 0 and flow.finished_fields):
@@ -153,6 +159,15 @@ class FlowPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def admissible(self, version: int) -> int:
         """How many prompts may have been admitted, in all, at ``version``."""
         return max(version - self.first_version + self.max_staleness + 1, 0) * self.batch
+
+
+def _refuse_unknown(given: Mapping[str, Any], names: Sequence[str]) -> None:
+    kinds = get_args(PolicyKind)
+    if given.get("kind", kinds[0]) not in kinds:
+        raise InvalidRequestError(f"flow has the kind {given['kind']!r}; there are {', '.join(kinds)}")
+    for name in given:
+        if name not in names:
+            raise InvalidRequestError(f"flow has no {name!r}; it has {', '.join(names)}")
 
 
 class Order:

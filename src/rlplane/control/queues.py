@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 
 __all__ = ["ReadyQueue", "RowQueue", "RowTable"]
 
@@ -92,6 +92,10 @@ class ReadyQueue(ABC):
     def candidates(self) -> tuple[Rows, int]:
         """What is in the queue, about in its order, and how many rows belong together: for a look at the
         tags before a claim is made."""
+
+    def contents(self) -> list[dict[Any, Any] | deque[Any] | list[Any]]:
+        """What has an entry for each of very many rows, to be freed some at a time."""
+        return []
 
     @property
     def _room_for_all(self) -> int:
@@ -189,7 +193,7 @@ class RowQueue(ReadyQueue):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._entry = np.full(table.size, -1, np.int64)
+        self._entry = filled(table.size, np.int64, -1)
         self._first_entry = self._next_entry = _FIRST_ENTRY
         self._chunks: deque[tuple[Rows, NDArray[np.int64]]] = deque()
         self._held = 0

@@ -9,7 +9,7 @@ them out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from rlplane.control.conditions import key_of
 from rlplane.control.policies import Order
 from rlplane.control.rules import compile_where
 from rlplane.errors import DataPlaneError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from rlplane.control.staging import Staging
 
 __all__ = ["NOBODY", "Batch", "Claim", "Effects", "LostRows", "Put"]
 
@@ -46,6 +49,7 @@ class Put:
         "owner",
         "partition_id",
         "sizes",
+        "staged",
         "tags",
         "token",
     )
@@ -76,6 +80,8 @@ class Put:
         self.known: list[int | None] = []
         self.groups: Sequence[str | None] = ()
         self.sizes: dict[str, int] = {}
+        # Of one that was made ready ahead.
+        self.staged: Staging | None = None
 
 
 class Claim:
@@ -95,6 +101,7 @@ class Claim:
         "partition_id",
         "repeat_where",
         "repeats",
+        "required",
         "split_groups",
         "step",
         "task",
@@ -131,6 +138,7 @@ class Claim:
         self.order = None if order is None or order == "fifo" else Order(order)
         self.partition_id, self.task, self.batch_size = partition_id, task, batch_size
         self.fields = list(fields)
+        self.required = tuple(sorted(set(self.fields)))  # without regard to how they were named
         self.where, self.condition = where, compile_where(where)
         # Claims with equal keys have the same condition: what was found out for one serves the others.
         self.condition_key = None if self.condition is None else key_of(where)

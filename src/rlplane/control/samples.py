@@ -5,21 +5,22 @@ A row is reused after a clear; its serial number is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, pieces_of
+from rlplane.control.names import Names
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
 __all__ = ["NO_ROWS", "STAMP_BITS", "SampleTable", "rows_by_birth", "some"]
 
-_MOST_NEW_ROWS = 2**17  # so that one put never waits until memory for very many rows is there
+_MOST_NEW_ROWS = 2**15  # so that one put never waits until memory for very many rows is there
 STAMP_BITS = 32  # of the place in an event; the event is above them
 _MANY_ROWS = 65_536  # their numbers are in the columns, from which many are read faster than from a dict
 _MOST_LOST = 65_536  # names of samples that were lost; who asks for an older one hears that it is not there
@@ -34,7 +35,8 @@ class SampleTable:
         self.spec = spec
         self.written = 0
         self.finished = False  # nobody writes new samples any more
-        self.rows: dict[str, int] = {}
+        self.rows = Names()
+        self.watchers: list[set[str]] = []  # each gets the ids of samples that are touched
         self.size = 64
         self.ids = np.empty(self.size, object)
         self.tags = np.empty(self.size, object)
@@ -57,11 +59,20 @@ class SampleTable:
     def live_rows(self, ids: Sequence[str] | None) -> Rows:
         """The rows of those ids that are there, in the order asked (in order of birth for None)."""
         if ids is None:
-            if len(self.rows) > _MANY_ROWS:
+            rows = self.rows.by_birth
+            if rows is None or len(rows) > _MANY_ROWS:
                 return rows_by_birth(self.serial)
-            return np.fromiter(self.rows.values(), np.int64, len(self.rows))
-        found = [row for row in map(self.rows.get, dict.fromkeys(ids)) if row is not None]
+            return np.fromiter(rows, np.int64, len(rows))
+        found = [row for row in self.rows.find(dict.fromkeys(ids)) if row is not None]
         return np.array(found, np.int64)
+
+    def oldest(self) -> int:
+        """The row of the sample that was born first, of those that are there."""
+        rows = self.rows.by_birth
+        if rows is not None:
+            return next(iter(rows))
+        live = np.flatnonzero(self.serial >= 0)
+        return int(live[self.serial[live].argmin()])
 
     def rows_numbered(self, numbers: Sequence[int]) -> Rows:
         """The rows of the samples that have these serial numbers and are there, in the order asked."""
@@ -98,7 +109,7 @@ class SampleTable:
 
     def locate(self, ids: Sequence[str], fields: Sequence[str]) -> dict[str, Pieces]:
         """Where each field of the samples is."""
-        known = list(map(self.rows.get, ids))
+        known = self.rows.find(ids)
         if None in known:
             missing = list(dict.fromkeys(i for i, row in zip(ids, known, strict=True) if row is None))
             _refuse_lost([i for i in missing if i in self.lost_ids], ids)
@@ -129,7 +140,7 @@ class SampleTable:
     def last_turns(self, ids: Sequence[str], field: str) -> set[int]:
         """The blocks with the last pieces of samples that are being written turn by turn."""
         turns = self.columns[field].turns if field in self.columns else {}
-        return {turns[row][-1][0] for row in map(self.rows.get, ids) if row in turns} if turns else set()
+        return {turns[row][-1][0] for row in self.rows.find(ids) if row in turns} if turns else set()
 
     # Changes
 
@@ -137,7 +148,8 @@ class SampleTable:
         """Stamps for so many samples to which something happens now: (event, place in it). They say in which
         order samples became ready and came back."""
         self.events += 1
-        return (self.events << STAMP_BITS) + np.arange(count)
+        first = self.events << STAMP_BITS
+        return np.arange(first, first + count)
 
     def declare(self, spec: PartitionSpec) -> None:
         """Take a new schema. A field that was ever written stays known; one that was only declared goes with
@@ -157,6 +169,8 @@ class SampleTable:
         """The rows of a checked put's samples, made where they are new, with their tags merged; and those
         that are new."""
         ids, tags, known = put.ids, put.tags, put.known
+        for touched in self.watchers:
+            touched.update(ids)
         new = known.count(None)
         if new == 0:
             rows = np.array(known, np.int64)
@@ -178,10 +192,8 @@ class SampleTable:
                 for row, tag in zip(known, tags, strict=True):
                     if row is not None and tag:
                         self.tags[row] = self.tags[row] | tag
-        self.rows.update(zip(new_ids, numbers, strict=True))
-        if self.lost_ids:
-            for sample_id in new_ids:
-                self.lost_ids.pop(sample_id, None)
+        self.rows.add(new_ids, numbers)
+        self._find_again(new_ids)
         self.ids[fresh] = new_ids
         self.tags[fresh] = _NO_TAGS if new_tags is None else _object_array(new_tags)
         if put.groups:
@@ -192,11 +204,43 @@ class SampleTable:
         self.written += new
         return rows, fresh
 
+    def stage(
+        self, ids: list[str], tags: list[dict[str, Any]] | None, groups: Sequence[str | None]
+    ) -> list[int]:
+        """Rows for samples that are not there before :meth:`make_live`."""
+        numbers = self._allocate(len(ids))
+        rows = np.array(numbers, np.int64)
+        self.ids[rows] = ids
+        self.tags[rows] = _NO_TAGS if tags is None else _object_array(tags)
+        self.groups[rows] = groups
+        return numbers
+
+    def make_live(self, names: dict[str, int], rows: Rows, now: float) -> None:
+        """Samples that were staged are there from now on."""
+        self._find_again(names)
+        self.rows.add_many(names)
+        self.serial[rows] = np.arange(self.next_serial, self.next_serial + len(rows))
+        self.next_serial += len(rows)
+        self.born[rows] = now
+        self.written += len(rows)
+
+    def unstage(self, rows: Rows) -> None:
+        """Samples that were staged will never be there."""
+        self.ids[rows] = self.tags[rows] = self.groups[rows] = None
+        self._free.extend(rows[::-1].tolist())
+
+    def _find_again(self, ids: Iterable[str]) -> None:
+        if self.lost_ids:
+            for sample_id in ids:
+                self.lost_ids.pop(sample_id, None)
+
     def remove(self, rows: Rows) -> BlockRows:
         """Drop rows; return what they referred to, for each field."""
         gone = [place for column in self.columns.values() for place in column.remove(rows)]
-        for sample_id in self.ids[rows].tolist():
-            del self.rows[sample_id]
+        ids = self.ids[rows].tolist()
+        self.rows.remove(ids)
+        for touched in self.watchers:
+            touched.update(ids)
         self.ids[rows] = self.tags[rows] = self.groups[rows] = None
         self.serial[rows] = -1
         for bits in self._written_bits:
@@ -223,7 +267,11 @@ class SampleTable:
         return rows
 
     def _grow(self, needed: int) -> None:
-        self.size = size = max(needed, self.size + min(self.size, _MOST_NEW_ROWS))
+        self.make_room(max(needed, self.size + min(self.size, _MOST_NEW_ROWS)))
+
+    def make_room(self, size: int) -> None:
+        """Have ``size`` rows."""
+        self.size = size
         self.ids, self.tags, self.groups = (grown(a, size, None) for a in (self.ids, self.tags, self.groups))
         self.serial, self.born = grown(self.serial, size, -1), grown(self.born, size, 0)
         self.stamp = grown(self.stamp, size, 0)
@@ -241,7 +289,7 @@ class SampleTable:
             slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             self._writers[owner] = slot
             while len(self._written_bits) <= slot // 64:
-                self._written_bits.append(np.zeros(self.size, np.uint64))
+                self._written_bits.append(filled(self.size, np.uint64, 0))
         self._written_bits[slot // 64][rows] |= np.uint64(1 << slot % 64)
 
     def written_by(self, owner: int) -> Rows | None:
@@ -266,6 +314,8 @@ def rows_by_birth(serials: NDArray[np.int64]) -> Rows:
     if not len(rows):
         return rows
     numbers = serials[rows]
+    if (numbers[1:] > numbers[:-1]).all():
+        return rows
     first, last = int(numbers.min()), int(numbers.max())
     if last - first > 8 * len(rows):
         return rows[np.argsort(numbers)]

@@ -31,6 +31,7 @@ from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
+from rlplane.control.staging import Staging
 from rlplane.errors import (
     CapacityError,
     CapacityTimeoutError,
@@ -119,6 +120,12 @@ class ControlState:
         self._retry_puts(effects)  # what was written may have been too old, and have been evicted
         return effects
 
+    def begin_put(self, put: Put) -> Staging:
+        """Make a put of very many samples ready, some at a time. Then it takes little time to :meth:`put`
+        it; one that raises is to be undone."""
+        put.staged = Staging(self.partition(put.partition_id), put)
+        return put.staged
+
     def claim(self, claim: Claim, *, blocking: bool) -> Effects:
         """Answer a claim with a batch at once, or, when ``blocking`` and not enough is ready, later."""
         partition = self.partition(claim.partition_id)
@@ -165,13 +172,20 @@ class ControlState:
         check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
         return partition.claims.look_for(task, claim)
 
-    def sorts_many(self, partition_id: str, order: str | None) -> bool:
-        """Whether a claim in this order may have to sort so many samples that others would wait."""
+    def sorts_many(self, partition_id: str, task: str, fields: Sequence[str], order: str | None) -> bool:
+        """Whether a claim in this order may have to sort so many samples, or to gather so many groups, that
+        others would wait."""
         partition = self.partitions.get(partition_id)
         if partition is None or len(partition.rows) <= _MANY:
             return False
         flow = partition.spec.flow
-        return order is not None or (flow is not None and flow.training_order is not None)
+        if order is not None or (flow is not None and flow.training_order is not None):
+            return True
+        cursor = partition.tasks.get(task)
+        if cursor is None or not partition.spec.group_size:
+            return False
+        queue = cursor.queues.get((tuple(sorted(set(fields))), ""))
+        return queue is None or not queue.is_whole
 
     def look_for(self, partition_id: str, where: Mapping[str, Any]) -> Iterator[Look]:
         """The same for :meth:`peek` and :meth:`count`."""
@@ -207,7 +221,7 @@ class ControlState:
         effects = Effects()
         for put in [put for put in self._waiting_puts if put.token in tokens]:
             self._waiting_puts.remove(put)
-            effects.freed.extend(put.blocks.values())
+            self._forget(put, effects)
         for partition in self.partitions.values():
             for task in partition.tasks.values():
                 left = [claim for claim in task.waiting if claim.token not in tokens]
@@ -234,13 +248,13 @@ class ControlState:
     def begin_clear(self, partition_id: str, ids: Sequence[str] | None) -> Clearing:
         """The same with :meth:`clear_some`, a slice at a time."""
         partition = self.partition(partition_id)
-        return Clearing(partition, list(partition.rows) if ids is None else ids)
+        return Clearing(partition, partition.live_rows(None) if ids is None else ids)
 
     def begin_clear_written_by(self, partition_id: str, owner: int) -> Clearing:
         """The same with :meth:`clear_some`, a slice at a time."""
         partition = self.partition(partition_id)
         rows = partition.table.written_by(owner)
-        return Clearing(partition, list(partition.rows) if rows is None else partition.ids[rows].tolist())
+        return Clearing(partition, partition.live_rows(None) if rows is None else rows)
 
     def clear_some(self, clearing: Clearing, effects: Effects) -> None:
         """Go on with a clear, until it is over. In between others see that some of the samples are gone: each
@@ -374,7 +388,7 @@ class ControlState:
         del self.partitions[partition_id]
         self.latest_dropped = max(self.latest_dropped, partition.version)
         self._retry_puts(effects)
-        return Clearing(partition, list(partition.rows)), effects
+        return Clearing.of_all(partition), effects
 
     def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
         """That owner is done with these samples: they are not handed out again when it goes."""
@@ -437,7 +451,7 @@ class ControlState:
         effects = Effects()
         for put in [put for put in self._waiting_puts if put.owner == owner]:
             self._waiting_puts.remove(put)
-            effects.freed.extend(put.blocks.values())
+            self._forget(put, effects)
         returned = 0
         for partition in self.partitions.values():
             for task in partition.tasks.values():
@@ -510,8 +524,8 @@ class ControlState:
         for blocks, positions in replaced:
             partition.release_rows(blocks, positions, effects)
         if put.tags is not None and partition.spec.flow is not None:
-            written = partition.live_rows(put.ids).tolist()
-            self._evict(partition, partition.flow_control.stale(written), STALE, effects)
+            rows = partition.live_rows(put.ids) if put.staged is None else put.staged.rows
+            self._evict(partition, partition.flow_control.stale(rows.tolist()), STALE, effects)
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:
@@ -530,10 +544,15 @@ class ControlState:
         if new > capacity:
             raise CapacityError(f"a put of {new} new samples can never fit into storage_capacity {capacity}")
 
-    @staticmethod
-    def _refuse(put: Put, error: DataPlaneError, effects: Effects) -> None:
+    def _refuse(self, put: Put, error: DataPlaneError, effects: Effects) -> None:
         effects.answers.append((put.token, error))
+        self._forget(put, effects)
+
+    @staticmethod
+    def _forget(put: Put, effects: Effects) -> None:
         effects.freed.extend(put.blocks.values())
+        if put.staged is not None:
+            put.staged.undo()
 
     def _refuse_invalid_puts(self, partition: Partition, effects: Effects) -> None:
         """Refuse the waiting puts that a new registration does not allow any more."""

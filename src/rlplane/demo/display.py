@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rlplane.demo.job import Death
@@ -102,10 +101,8 @@ class LiveDisplay:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._live.__exit__(*exc_info)
 
 
 def _print_line(text: str) -> None:

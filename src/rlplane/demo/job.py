@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlplane import DataPlaneClient, UnknownPartitionError, build_data_plane_client, load_config
 from rlplane.adapters.checkpoint import latest_checkpoint
+from rlplane.config import EXEMPLAR_OF
 from rlplane.demo.progress import ProgressReader, steps_in
 from rlplane.demo.redirect import redirected
 from rlplane.demo.settings import PROGRESS, ROLLOUTS, WEIGHTS, Settings, register_partitions
@@ -39,12 +40,6 @@ __all__ = [
     "engine_config",
 ]
 
-EXEMPLARS = {
-    ("local", "memory"): "local",
-    ("local", "shm"): "shm",
-    ("transfer_queue", "simple"): "cluster-simple",
-    ("transfer_queue", "mooncake_cpu"): "cluster-mooncake",
-}
 RUN_NAME, PLANE_NAME, CHECKPOINTS_NAME = "run.json", "plane", "checkpoints"
 ENGINE_LOG_NAME = "engine.log"
 _REMAINING = "left over at the end"
@@ -119,7 +114,7 @@ def engine_config(
     if impl == "transfer_queue":
         # A plane of its own, also on a Ray where others have theirs.
         overrides["transfer_queue.namespace"] = f"rlplane-demo-{run_dir.name}"
-    return dict(load_config(EXEMPLARS[impl, backend], overrides))
+    return dict(load_config(EXEMPLAR_OF[backend], overrides))
 
 
 def checkpoint_of(run_dir: Path) -> Path | None:

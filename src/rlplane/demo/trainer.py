@@ -244,7 +244,7 @@ class Trainer:
         """One step of the optimizer. The gradient is the sum over the shards of the data-parallel ranks."""
         s = self.settings
         # Advantages need rewards alone, and those are tags: they are made and travel without a tensor.
-        advantages = group_advantages(torch.tensor(rewards_of(batch)), s.group_size)
+        advantages = group_advantages(torch.tensor([tag["reward"] for tag in batch.tags or []]), s.group_size)
         batch.stamp_tags({"advantage": advantages.tolist()})
         tokens = sum(tag["response_tokens"] for tag in batch.tags or [])
         shards, _ = shard_meta_for_dp(batch, dp_world=s.dp_world)
@@ -345,10 +345,6 @@ def joined(metas: list[KVBatchMeta]) -> KVBatchMeta | None:
     """One meta of all that have samples; None if none has."""
     some = [meta for meta in metas if meta.size]
     return some[0].concat(*some[1:]) if some else None
-
-
-def rewards_of(meta: KVBatchMeta) -> list[float]:
-    return [tag["reward"] for tag in meta.tags or []]
 
 
 def note_repeats(meta: KVBatchMeta, again: dict[str, list[str]]) -> None:

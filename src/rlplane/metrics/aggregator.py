@@ -21,7 +21,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ class MetricsAggregatorService:
         token_file: Where that token is. None: it is left in a file of the runtime directory.
         max_values_in_memory: Raw values kept in memory; more are spilled to disk.
         allow_remote: Permit addresses that other machines can reach.
-        remote_host: An address of this machine at which others may send events, encrypted and with a key.
+        remote_host: An address of this machine at which others may send events and subscribe to snapshots,
+            encrypted, and each with a key of its own.
         linger_s: How long the end waits for slow subscribers to take the final frame.
         plane: The plane whose processes are to find this run by its name.
         resume: Go on with the run that was interrupted in ``out_dir``: its name, its events in ``jsonl``.
@@ -106,9 +107,7 @@ class MetricsAggregatorService:
         self._refresh_hz = refresh_hz
         self._drain_timeout_s = drain_timeout_s
         self._parent_pid = parent_pid
-        self._linger_s = linger_s
         self._out_dir = out_dir
-        self._prometheus_port = prometheus_port
         self._ended = asyncio.Event()
         self._interrupted = asyncio.Event()
         self._last_event = time.monotonic()
@@ -119,7 +118,11 @@ class MetricsAggregatorService:
         self._token_file, self._keep_token = token_file, token_file is not None
         self._event_logger: EventLoggerService | None = None
         self._context: zmq.Context[Any] = zmq.Context()
+        # Apart, since a context has one authenticator: the key of a viewer lets nobody send events.
+        self._viewers_context: zmq.Context[Any] = zmq.Context()
+        self._remote_address = self._remote_snapshots = ""
         with contextlib.ExitStack() as undo:
+            undo.callback(self._viewers_context.destroy, 0)
             undo.callback(self._context.destroy, 0)
             self._events: ZmqMessageSubscriber[EventBatch] = ZmqMessageSubscriber(
                 EventRecordCodec(),
@@ -129,15 +132,17 @@ class MetricsAggregatorService:
                 context=self._context,
             )
             undo.callback(self._events.close)
-            self._remote_address = self._listen_to_others(remote_host) if remote_host else ""
             self._snapshots: ZmqMessagePublisher[MetricsSnapshot] = ZmqMessagePublisher(
                 MetricsSnapshotCodec(),
                 snapshot_address or _default_address("snapshots"),
                 linger=int(linger_s * 1000),
                 resend_last=True,
                 allow_remote=allow_remote,
-                context=self._context,
+                context=self._viewers_context,
             )
+            undo.callback(self._snapshots.close)
+            if remote_host:
+                self._listen_to_others(remote_host)
             final_path = self._prepare_directory(out_dir)
             self._publisher = MetricsPublisher(
                 self._snapshots, self._make_snapshot, refresh_hz=refresh_hz, final_path=final_path
@@ -160,12 +165,12 @@ class MetricsAggregatorService:
                 self._start_prometheus(prometheus_port, token)
             undo.pop_all()
 
-    def _listen_to_others(self, host: str) -> str:
+    def _listen_to_others(self, host: str) -> None:
         try:
-            return self._events.listen_encrypted(host)
+            self._remote_address = self._events.listen_encrypted(host)
+            self._remote_snapshots = self._snapshots.listen_encrypted(host)
         except DataPlaneError as exc:
             logger.warning("processes on other machines are not seen: %s", exc)
-            return ""
 
     def _prepare_directory(self, out_dir: Path | None) -> Path | None:
         if out_dir is None:
@@ -207,6 +212,7 @@ class MetricsAggregatorService:
             metrics_address=self._metrics_address,
             token_file=str(self._token_file.absolute()) if self._token_file is not None else "",
             remote_address=self._remote_address,
+            remote_snapshots=self._remote_snapshots,
         )
 
     async def run(self, on_ready: Callable[[RunInfo], None] | None = None) -> SessionState:
@@ -236,15 +242,10 @@ class MetricsAggregatorService:
             self._interrupted.set()
 
     async def _until_end(self) -> None:
-        await _first(self._ended, self._interrupted)
+        await _first(self._ended.wait(), self._interrupted.wait())
         if not self._interrupted.is_set():
             self.state = SessionState.DRAINING
-            draining = asyncio.ensure_future(self._drain())
-            interrupted = asyncio.ensure_future(self._interrupted.wait())
-            await asyncio.wait({draining, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-            for waiting in (draining, interrupted):
-                waiting.cancel()
-            await asyncio.gather(draining, interrupted, return_exceptions=True)
+            await _first(self._drain(), self._interrupted.wait())
         self._read_remaining()
         pending = self.run_state.table.in_flight_tasks_count
         self.run_state.table.cancel_all_tasks()
@@ -351,13 +352,14 @@ class MetricsAggregatorService:
         self._snapshots.close()
         self.run_state.close()
         self._context.term()
+        self._viewers_context.term()
         if self._token_file is not None and not self._keep_token:
             self._token_file.unlink(missing_ok=True)
         if self._announced is not None:
             withdraw(self._announced)
             if self._out_dir is not None and self.state.is_final:
                 with contextlib.suppress(OSError, DataPlaneError):
-                    remember(msgspec.structs.replace(self.info, token_file="", remote_address=""))
+                    remember(self.info.without_secrets())
 
 
 def _interrupted_run(out_dir: Path | None, jsonl: Path | None) -> MetricsSnapshot:
@@ -371,8 +373,9 @@ def _interrupted_run(out_dir: Path | None, jsonl: Path | None) -> MetricsSnapsho
     return snapshot
 
 
-async def _first(*events: asyncio.Event) -> None:
-    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+async def _first(*either: Coroutine[Any, Any, object]) -> None:
+    """Wait for one of them, and cancel the others."""
+    waiting = [asyncio.ensure_future(one) for one in either]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
@@ -395,49 +398,32 @@ def new_run_id() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code (0, or 3 when it cannot start)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    options = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
+    ready_fd, no_token = options.pop("ready_fd"), options.pop("no_token")
+    run_id = options.pop("run_id") or new_run_id()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     token: str | None = None
 
     def on_ready(info: RunInfo) -> None:
-        if info.metrics_address and options.ready_fd is None:
+        if info.metrics_address and ready_fd is None:
             # Not through the log: the token is for whoever started this, and for nobody who reads logs.
             print(f"open {with_token(info.metrics_address, token)}", file=sys.stderr, flush=True)
             if token is not None:
                 print(f"the token is in {info.token_file}", file=sys.stderr, flush=True)
-        _tell(options.ready_fd, msgspec.json.encode(info))
+        _tell(ready_fd, msgspec.json.encode(info))
         logger.info(
             "run %s: events at %s, snapshots at %s", info.run_id, info.events_address, info.snapshot_address
         )
 
     async def serve() -> SessionState:
-        service = MetricsAggregatorService(
-            options.run_id or new_run_id(),
-            events_address=options.events_address,
-            snapshot_address=options.snapshot_address,
-            out_dir=options.out,
-            refresh_hz=options.refresh_hz,
-            drain_timeout_s=options.drain_timeout,
-            jsonl=options.jsonl,
-            parent_pid=options.parent_pid,
-            prometheus_port=options.prometheus_port,
-            token=token,
-            token_file=options.token_file,
-            max_values_in_memory=options.max_values_in_memory,
-            allow_remote=options.allow_remote,
-            remote_host=options.remote_host,
-            linger_s=options.linger,
-            resume=options.resume,
-            plane=options.plane,
-        )
-        return await service.run(on_ready)
+        return await MetricsAggregatorService(run_id, token=token, **options).run(on_ready)
 
     try:
-        if options.prometheus_port is not None:
-            token = choose_token(options.token_file, none=options.no_token)
+        if options["prometheus_port"] is not None:
+            token = choose_token(options["token_file"], none=no_token)
         state = asyncio.run(serve())
     except (DataPlaneError, OSError, ValueError) as exc:
-        _tell(options.ready_fd, msgspec.json.encode({"error": str(exc)}))
+        _tell(ready_fd, msgspec.json.encode({"error": str(exc)}))
         print(f"cannot start the aggregator: {exc}", file=sys.stderr)
         return 3
     logger.info("the run ended as %s", state.value)
@@ -453,6 +439,7 @@ def _tell(fd: int | None, message: bytes) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Its options have the names of the service's arguments, beside a few that :func:`main` takes out."""
     parser = argparse.ArgumentParser(
         prog="python -m rlplane.metrics.aggregator",
         description="Collect the events of a run, publish live snapshots, and leave an exact final one.",
@@ -461,11 +448,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--events-address", "--address", metavar="ADDR", help="where workers send (default: a Unix socket)")
     add("--snapshot-address", metavar="ADDR", help="where viewers subscribe (default: a Unix socket)")
-    add("--out", type=Path, metavar="DIR", help=f"where {FINAL_SNAPSHOT_NAME} goes")
+    add("--out", dest="out_dir", type=Path, metavar="DIR", help=f"where {FINAL_SNAPSHOT_NAME} goes")
     add("--run-id", metavar="ID", help="the run's name (default: made from the time)")
     add("--refresh-hz", type=float, default=4.0, metavar="HZ", help="snapshots per second (default: 4)")
     add(
         "--drain-timeout",
+        dest="drain_timeout_s",
         type=float,
         default=30.0,
         metavar="S",
@@ -485,7 +473,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-values-in-memory", type=int, default=DEFAULT_MAX_IN_MEMORY, metavar="N", help=argparse.SUPPRESS
     )
-    add("--linger", type=float, default=3.0, metavar="S", help=argparse.SUPPRESS)
+    add("--linger", dest="linger_s", type=float, default=3.0, metavar="S", help=argparse.SUPPRESS)
     add("--allow-remote", action="store_true", help="permit addresses that other machines can reach")
     add("--remote-host", metavar="IP", help=argparse.SUPPRESS)
     add("--plane", default="", metavar="NAME", help=argparse.SUPPRESS)

@@ -35,7 +35,8 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     """A running aggregator; ``plane`` names the plane whose bootstrap client started it, if one did.
 
     ``metrics_address`` is where Prometheus finds it, and ``token_file`` has the token for that, if there are.
-    ``remote_address`` is where other machines send events to; it has a secret in it.
+    ``remote_address`` is where other machines send events to, and ``remote_snapshots`` where they subscribe;
+    both have a secret in them.
     """
 
     run_id: str
@@ -49,6 +50,18 @@ class RunInfo(msgspec.Struct, omit_defaults=True):
     metrics_address: str = ""
     token_file: str = ""
     remote_address: str = ""
+    remote_snapshots: str = ""
+
+    def without_secrets(self) -> RunInfo:
+        """What may be kept when the run has ended."""
+        return msgspec.structs.replace(self, token_file="", remote_address="", remote_snapshots="")
+
+    def seen_from_afar(self) -> RunInfo:
+        """What a viewer on another machine needs of it."""
+        known = self.without_secrets()
+        return msgspec.structs.replace(
+            known, events_address="", snapshot_address=self.remote_snapshots, metrics_address=""
+        )
 
 
 def runtime_directory() -> Path:

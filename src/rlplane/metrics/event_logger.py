@@ -110,16 +110,8 @@ def read_event_log(path: Path) -> Iterator[EventBatch]:
 
 
 def _batch(head: BatchLine, ops: list[OpRecord], events: list[SingleEvent]) -> EventBatch:
-    return EventBatch(
-        worker=head.worker,
-        pid=head.pid,
-        host=head.host,
-        seq=head.seq,
-        sent_ns=head.sent_ns,
-        n_dropped=head.n_dropped,
-        ops=pack_ops(ops)[0] if ops else None,
-        events=events,
-    )
+    columns = pack_ops(ops)[0] if ops else None
+    return EventBatch(**msgspec.structs.asdict(head), ops=columns, events=events)
 
 
 def snapshot_from_event_log(path: Path, run_id: str = "offline") -> MetricsSnapshot:

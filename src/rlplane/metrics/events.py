@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -362,6 +362,7 @@ class OpError(msgspec.Struct, array_like=True):
 
 
 ColumnName: TypeAlias = Literal["n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns"]
+_COLUMNS: tuple[ColumnName, ...] = get_args(ColumnName)
 
 
 class OpColumns(msgspec.Struct, array_like=True):
@@ -393,7 +394,7 @@ class OpColumns(msgspec.Struct, array_like=True):
         size = len(self)
         if len(self.key_index) != 4 * size:
             raise ValueError(f"key_index has {len(self.key_index)} bytes, which is no multiple of 4")
-        for name in ("n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns"):
+        for name in _COLUMNS:
             if len(getattr(self, name)) != 8 * size and (name != "wait_ns" or self.wait_ns):
                 raise ValueError(f"column {name} has {len(getattr(self, name))} bytes for {size} operations")
         if size and int(self.indices().max()) >= len(self.keys):
@@ -422,8 +423,7 @@ class EventBatch(msgspec.Struct, kw_only=True):
             return []
         ops = self.ops
         errors = {error.position: error for error in ops.errors}
-        names: tuple[ColumnName, ...] = ("n_keys", "n_bytes", "wall_ns", "start_ns", "wait_ns")
-        columns = [ops.column(name).tolist() for name in names]
+        columns = [ops.column(name).tolist() for name in _COLUMNS]
         records = []
         for position, (index, n_keys, n_bytes, wall_ns, start_ns, wait_ns) in enumerate(
             zip(ops.indices().tolist(), *columns, strict=True)
@@ -474,17 +474,14 @@ def _pack(rows: Sequence[tuple[Any, ...]]) -> OpColumns:
     index = [
         table.setdefault(key, len(table)) for key in zip(op, partition, status, task, thread, strict=True)
     ]
-    errors = []
-    if any(error_class):
-        errors = [
-            OpError(position, str(name), str(message[position] or ""))
-            for position, name in enumerate(error_class)
-            if name
-        ]
-    for error in errors:
-        error.error_class.encode(), error.message.encode()
-    for name in (text for key in table for text in (key[0], key[1], key[2], key[3] or "")):
-        name.encode()  # What is not valid text must fail here, where the row can be found.
+    errors = [
+        OpError(position, str(name), str(message[position] or ""))
+        for position, name in enumerate(error_class)
+        if name
+    ]
+    texts = [text for error in errors for text in (error.error_class, error.message)]
+    for text in (*texts, *(text for key in table for text in (key[0], key[1], key[2], key[3] or ""))):
+        text.encode()  # What is not valid text must fail here, where the row can be found.
     return OpColumns(
         [OpKey(*key) for key in table],
         _pack_integers("I", index),

@@ -24,7 +24,7 @@ from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 if TYPE_CHECKING:
     from rlplane.report import Report
 
-__all__ = ["AggregatorHandle", "spawn_aggregator", "start_aggregator"]
+__all__ = ["AggregatorHandle", "begin_session", "end_process", "spawn_aggregator", "start_aggregator"]
 
 EVENT_LOG_NAME = "events.jsonl"
 
@@ -58,32 +58,22 @@ def start_aggregator(
     Raises ``PlaneConnectionError`` with the reason when it does not start in ``ready_timeout_s``.
     """
     directory = None if out_dir is None else Path(out_dir)
-    command = [sys.executable, "-m", "rlplane.metrics.aggregator", "--parent-pid", str(os.getpid())]
-    command += ["--refresh-hz", repr(refresh_hz), "--drain-timeout", repr(drain_timeout_s)]
-    for option, value in (
-        ("--out", directory),
-        ("--run-id", run_id),
-        ("--prometheus-port", prometheus_port),
-        ("--token-file", token_file),
-        ("--events-address", events_address),
-        ("--snapshot-address", snapshot_address),
-        ("--jsonl", directory / EVENT_LOG_NAME if jsonl and directory is not None else None),
-    ):
-        if value is not None:
-            command += [option, str(value)]
-    command += ["--resume"] * resume + ["--no-token"] * no_token
     read_end, write_end = os.pipe()
     try:
-        with _log_file(directory) as log:
-            process = subprocess.Popen(
-                [*command, "--ready-fd", str(write_end)],
-                pass_fds=[write_end],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # A group of its own: a Ctrl-C before it can ignore it would end it.
-                process_group=0,
-            )
+        process = _start(
+            directory,
+            write_end,
+            refresh_hz=refresh_hz,
+            drain_timeout=drain_timeout_s,
+            run_id=run_id,
+            prometheus_port=prometheus_port,
+            token_file=token_file,
+            events_address=events_address,
+            snapshot_address=snapshot_address,
+            jsonl=directory / EVENT_LOG_NAME if jsonl and directory is not None else None,
+            resume=resume or None,
+            no_token=no_token or None,
+        )
         os.close(write_end)
         write_end = -1
         try:
@@ -110,18 +100,52 @@ def spawn_aggregator(
 ) -> subprocess.Popen[bytes]:
     """Start an aggregator process at addresses that the caller has chosen, and do not wait for it.
 
-    It ends by itself when this process is gone. With ``remote_host`` other machines can send events to it;
-    where, is in the file that it leaves for others to find it.
+    It ends by itself when this process is gone. With ``remote_host`` other machines can send events to it
+    and watch it; where, is in the file that it leaves for others to find it.
     """
+    return _start(
+        out_dir,
+        events_address=events_address,
+        snapshot_address=snapshot_address,
+        run_id=run_id,
+        plane=plane,
+        remote_host=remote_host,
+    )
+
+
+def _start(out_dir: Path | None, ready_fd: int | None = None, **options: object) -> subprocess.Popen[bytes]:
+    """Start the process with these of its options, None being left out and True a flag."""
     command = [sys.executable, "-m", "rlplane.metrics.aggregator", "--parent-pid", str(os.getpid())]
-    command += ["--events-address", events_address, "--snapshot-address", snapshot_address]
-    command += ["--run-id", run_id, "--plane", plane]
-    if out_dir is not None:
-        command += ["--out", str(out_dir)]
-    if remote_host is not None:
-        command += ["--remote-host", remote_host]
+    for name, value in {**options, "out": out_dir, "ready_fd": ready_fd}.items():
+        if value is not None:
+            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     with _log_file(out_dir) as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+        return subprocess.Popen(
+            command,
+            pass_fds=[] if ready_fd is None else [ready_fd],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # A group of its own: a Ctrl-C before it can ignore it would end it.
+            process_group=0,
+        )
+
+
+def begin_session(events_address: str) -> EventPublisherService:
+    """Tell an aggregator that the run has STARTED; with what is returned it is told how the run ends."""
+    session = EventPublisherService(events_address, f"session:{os.getpid()}", role=SESSION_ROLE)
+    session.record(SessionEvent("STARTED", time.time_ns()))
+    return session
+
+
+def end_process(process: subprocess.Popen[bytes], timeout: float) -> None:
+    """Wait for the end of a process; when that takes too long, bring it about."""
+    for signal_number in (0, signal.SIGTERM, signal.SIGKILL):
+        if signal_number:
+            process.send_signal(signal_number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
+            return
 
 
 class AggregatorHandle:
@@ -147,10 +171,7 @@ class AggregatorHandle:
         self.out_dir = out_dir
         self.process = process
         self.subscriber = MetricsSnapshotSubscriber(info.snapshot_address, run_id=info.run_id)
-        self._session = EventPublisherService(
-            info.events_address, f"session:{os.getpid()}", role=SESSION_ROLE
-        )
-        self._session.record(SessionEvent("STARTED", time.time_ns()))
+        self._session = begin_session(info.events_address)
         self._report: Report | None = None
         self._former_address: str | None = None
         self._set_environment = set_environment
@@ -201,17 +222,9 @@ class AggregatorHandle:
             # The last frame may still be on its way from a process that has just ended.
             return find_report(self.run_id, subscriber=self.subscriber, final_path=final, timeout=1.0)
         finally:
-            self._end_process(max(1.0, deadline - time.monotonic()))
+            end_process(self.process, max(1.0, deadline - time.monotonic()))
             self.subscriber.close()
             self._restore_environment()
-
-    def _end_process(self, timeout: float) -> None:
-        for signal_number in (0, signal.SIGTERM, signal.SIGKILL):
-            if signal_number:
-                self.process.send_signal(signal_number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout)
-                return
 
     def _restore_environment(self) -> None:
         if self._set_environment and os.environ.get(METRICS_ADDRESS_VARIABLE) == self.events_address:

@@ -18,7 +18,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from rlplane.metrics.events import SampleEvent
@@ -32,44 +32,22 @@ logger = logging.getLogger(__name__)
 _EMPTIED_REMEMBERED = 1000
 
 
+@dataclass(slots=True, eq=False)
 class SampleRow:
     """What is known about one lifecycle of a sample. ``written_ns`` is None until its write has arrived."""
 
-    __slots__ = (
-        "claims",
-        "cleared_by",
-        "cleared_ns",
-        "failed",
-        "failed_by",
-        "last_clear_ns",
-        "n_bytes",
-        "partition_id",
-        "sample_id",
-        "weight_version",
-        "worker",
-        "written_ns",
-    )
-
-    def __init__(self, partition_id: str, sample_id: str) -> None:
-        self.partition_id = partition_id
-        self.sample_id = sample_id
-        self.written_ns: int | None = None
-        self.cleared_ns: int | None = None
-        self.cleared_by = ""
-        self.last_clear_ns = 0
-        self.failed_by = ""
-        self.worker = ""
-        self.weight_version: int | None = None
-        self.n_bytes = 0
-        self.failed = False
-        self.claims: dict[str, tuple[int, str]] = {}
-
-    def __repr__(self) -> str:
-        claims = ",".join(self.claims)
-        return (
-            f"SampleRow({self.partition_id!r}, {self.sample_id!r}, written_ns={self.written_ns}, "
-            f"claims=[{claims}], cleared_ns={self.cleared_ns}, failed={self.failed})"
-        )
+    partition_id: str
+    sample_id: str
+    written_ns: int | None = None
+    cleared_ns: int | None = None
+    cleared_by: str = ""
+    last_clear_ns: int = 0
+    failed_by: str = ""
+    worker: str = ""
+    weight_version: int | None = None
+    n_bytes: int = 0
+    failed: bool = False
+    claims: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,30 +102,21 @@ class MetricsTable:
 
     def in_flight(self) -> Iterator[SampleRow]:
         """The rows in flight, roughly in the order in which they were written."""
-        for rows in self._rows.values():
-            for row in rows.values():
-                if row.written_ns is not None:
-                    yield row
+        return itertools.chain.from_iterable(map(self._in_flight_in, self._rows))
+
+    def _in_flight_in(self, partition_id: str) -> Iterator[SampleRow]:
+        rows = self._rows.get(partition_id, {}).values()
+        return (row for row in rows if row.written_ns is not None)
 
     def oldest_in(self, partition_id: str) -> SampleRow | None:
         """The oldest row in flight of a partition, by order of arrival."""
-        for row in self._rows.get(partition_id, {}).values():
-            if row.written_ns is not None:
-                return row
-        return None
+        return next(self._in_flight_in(partition_id), None)
 
     def oldest(self, count: int) -> list[SampleRow]:
         """The ``count`` oldest rows in flight, oldest first."""
         # Rows of a partition are nearly in order of time: a few more than asked for are enough to sort.
-        candidates: list[SampleRow] = []
-        for rows in self._rows.values():
-            taken = 0
-            for row in rows.values():
-                if row.written_ns is not None:
-                    candidates.append(row)
-                    taken += 1
-                    if taken >= 4 * count:
-                        break
+        first = (itertools.islice(self._in_flight_in(name), 4 * count) for name in self._rows)
+        candidates = itertools.chain.from_iterable(first)
         return heapq.nsmallest(count, candidates, key=lambda row: row.written_ns or 0)
 
     def last_cleared(self, count: int) -> list[SampleRow]:

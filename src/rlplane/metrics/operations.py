@@ -9,17 +9,25 @@ operation costs is a few tens of nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rlplane.metrics.events import STATUS_OK, STATUS_TIMEOUT, OpColumns, OpKey
+from rlplane.metrics.events import STATUS_OK, STATUS_TIMEOUT, ColumnName, OpColumns, OpKey
 from rlplane.metrics.registry import CounterSampler, MetricsRegistry, SeriesSampler
-from rlplane.metrics.snapshot import MAX_OPS, MAX_PARTITIONS, MAX_TASKS, OTHER, SeriesSummary, WorkerOpStat
+from rlplane.metrics.snapshot import (
+    MAX_OPS,
+    MAX_PARTITIONS,
+    MAX_TASKS,
+    OTHER,
+    SeriesSummary,
+    TimelinePoint,
+    WorkerOpStat,
+)
 
-__all__ = ["LabelSet", "OpTotals", "OperationStats"]
+__all__ = ["LabelSet", "OperationStats"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -52,19 +60,6 @@ class LabelSet:
             return OTHER
         self._names.add(name)
         return name
-
-
-@dataclass
-class OpTotals:
-    """What a fold added, over all operations."""
-
-    ops: int = 0
-    keys: int = 0
-    bytes: int = 0
-    failures: int = 0
-    busy_ns: int = 0
-    waits: int = 0
-    wait_ns: int = 0
 
 
 @dataclass
@@ -158,42 +153,46 @@ class _TaskOp:
         self._waits.record_many(waits)
 
 
-@dataclass
-class _Waiting:
-    """Columns that wait for the fold."""
+class _Numbered(Generic[K, V]):
+    """What ``make`` makes of keys, once for each; numbered in the order in which they were first seen."""
 
-    partition_op: list[Int64Array] = field(default_factory=list)
-    worker_op: list[Int64Array] = field(default_factory=list)
-    status: list[Int64Array] = field(default_factory=list)
-    keys: list[Int64Array] = field(default_factory=list)
-    bytes: list[Int64Array] = field(default_factory=list)
-    wall: list[Int64Array] = field(default_factory=list)
-    task_op: list[Int64Array] = field(default_factory=list)
-    wait: list[Int64Array] = field(default_factory=list)
-    size: int = 0
+    def __init__(self, make: Callable[[K], V]) -> None:
+        self._make = make
+        self.numbers: dict[K, int] = {}
+        self.made: list[V] = []
+
+    def number(self, key: K) -> int:
+        found = self.numbers.get(key)
+        if found is None:
+            self.made.append(self._make(key))
+            found = self.numbers[key] = len(self.made) - 1
+        return found
 
 
 class OperationStats:
-    """Everything about operations."""
+    """Everything about operations; what they add up to goes into ``totals``."""
 
-    def __init__(self, registry: MetricsRegistry) -> None:
+    def __init__(self, registry: MetricsRegistry, totals: TimelinePoint) -> None:
         self._registry = registry
+        self._totals = totals
         self._op_labels = LabelSet(MAX_OPS)
         self._partition_labels = LabelSet(MAX_PARTITIONS)
-        self._partition_ops: list[_PartitionOp] = []
-        self._partition_op_ids: dict[tuple[str, str], int] = {}
-        self._worker_ops: list[_WorkerOp] = []
-        self._worker_op_ids: dict[tuple[str, str], int] = {}
-        self._by_worker: dict[str, list[_WorkerOp]] = {}
-        self._latency: list[SeriesSampler] = []
-        self._op_ids: dict[str, int] = {}
-        self._op_of_worker_op: list[int] = []
-        self._task_ops: list[_TaskOp] = []
-        self._task_op_ids: dict[tuple[str, str, str], int] = {}
         self._task_labels: dict[str, LabelSet] = {}
+        self._partition_ops = _Numbered[tuple[str, str], _PartitionOp](
+            lambda key: _PartitionOp(registry, *key)
+        )
+        self._task_ops = _Numbered[tuple[str, str, str], _TaskOp](lambda key: _TaskOp(registry, *key))
+        self._worker_ops = _Numbered(self._make_worker_op)
+        # The workers keep the values; the sum over them needs no second copy.
+        self._latency = _Numbered[str, SeriesSampler](
+            lambda op: registry.register_series("op_latency", {"op": op}, keep_values=False)
+        )
+        self._by_worker: dict[str, list[_WorkerOp]] = {}
+        self._op_of_worker_op: list[int] = []
         self._known_keys: dict[tuple[str, OpKey], tuple[int, int, int, int]] = {}
-        self._waiting = _Waiting()
-        self.totals = OpTotals()
+        # What waits for the fold, by batch: what each operation is (as `_translate` says), and its columns.
+        self._waiting: list[tuple[Int64Array, ...]] = []
+        self._n_waiting = 0
         self.n_refused = 0
 
     def add(self, columns: OpColumns, worker: str) -> None:
@@ -201,21 +200,14 @@ class OperationStats:
         if not len(columns):
             return
         ids = np.array([self._translate(worker, key) for key in columns.keys], np.int64)
-        rows = ids[columns.indices()]
-        waiting = self._waiting
-        waiting.partition_op.append(rows[:, 0])
-        waiting.worker_op.append(rows[:, 1])
-        waiting.status.append(rows[:, 2])
-        waiting.keys.append(columns.column("n_keys"))
-        waiting.bytes.append(columns.column("n_bytes"))
-        waiting.wall.append(columns.column("wall_ns"))
-        waiting.task_op.append(rows[:, 3])
-        waiting.wait.append(columns.column("wait_ns"))
-        waiting.size += len(columns)
-        if waiting.size >= _MAX_WAITING:
+        names: tuple[ColumnName, ...] = ("n_keys", "n_bytes", "wall_ns", "wait_ns")
+        self._waiting.append((ids[columns.indices()], *map(columns.column, names)))
+        self._n_waiting += len(columns)
+        if self._n_waiting >= _MAX_WAITING:
             self.fold()
 
     def _translate(self, worker: str, key: OpKey) -> tuple[int, int, int, int]:
+        """The numbers of its partition op, its worker op, its status and its task op."""
         known = self._known_keys.get((worker, key))
         if known is None:
             op = self._op_labels.label(key.op)
@@ -224,76 +216,46 @@ class OperationStats:
             tasks = self._task_labels.setdefault(partition, LabelSet(MAX_TASKS))
             task = tasks.label(key.task) if key.task else ""
             known = (
-                self._partition_op_id(op, partition),
-                self._worker_op_id(op, worker),
+                self._partition_ops.number((op, partition)),
+                self._worker_ops.number((op, worker)),
                 status,
-                self._task_op_id(op, partition, task),
+                self._task_ops.number((op, partition, task)),
             )
             if len(self._known_keys) >= 1 << 16:  # Only a cache: threads and names may go on for ever.
                 self._known_keys.clear()
             self._known_keys[worker, key] = known
         return known
 
-    def _partition_op_id(self, op: str, partition: str) -> int:
-        return _intern(
-            self._partition_op_ids,
-            (op, partition),
-            self._partition_ops,
-            lambda: _PartitionOp(self._registry, op, partition),
-        )
-
-    def _task_op_id(self, op: str, partition: str, task: str) -> int:
-        return _intern(
-            self._task_op_ids,
-            (op, partition, task),
-            self._task_ops,
-            lambda: _TaskOp(self._registry, op, partition, task),
-        )
-
-    def _worker_op_id(self, op: str, worker: str) -> int:
-        def make() -> _WorkerOp:
-            made = _WorkerOp(self._registry, op, worker)
-            op_id = _intern(
-                self._op_ids,
-                op,
-                self._latency,
-                # The workers keep the values; the sum over them needs no second copy.
-                lambda: self._registry.register_series("op_latency", {"op": op}, keep_values=False),
-            )
-            self._latency[op_id].exact_sources.append(made.latency)
-            self._op_of_worker_op.append(op_id)
-            self._by_worker.setdefault(worker, []).append(made)
-            return made
-
-        return _intern(self._worker_op_ids, (op, worker), self._worker_ops, make)
+    def _make_worker_op(self, key: tuple[str, str]) -> _WorkerOp:
+        op, worker = key
+        made = _WorkerOp(self._registry, op, worker)
+        op_id = self._latency.number(op)
+        self._latency.made[op_id].exact_sources.append(made.latency)
+        self._op_of_worker_op.append(op_id)
+        self._by_worker.setdefault(worker, []).append(made)
+        return made
 
     def fold(self) -> None:
         """Bring what waits into counters and series."""
-        waiting, self._waiting = self._waiting, _Waiting()
-        if not waiting.size:
+        if not self._waiting:
             return
-        status = np.concatenate(waiting.status)
-        keys = self._plausible(np.concatenate(waiting.keys))
-        size = self._plausible(np.concatenate(waiting.bytes))
-        wait = self._plausible(np.concatenate(waiting.wait))
+        rows, *columns = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting, self._n_waiting = [], 0
+        partition_op, worker_op, status, task_op = np.ascontiguousarray(rows.T)
+        keys, size, wait = (self._plausible(columns[at]) for at in (0, 1, 3))
         # What is left is how long the operation itself took.
-        wall = np.concatenate(waiting.wall) - wait
-        for ids, slots in (
-            (np.concatenate(waiting.partition_op), self._partition_ops),
-            (np.concatenate(waiting.worker_op), self._worker_ops),
-        ):
-            _add_up(ids, status, keys, size, slots)
-        worker_op = np.concatenate(waiting.worker_op)
+        wall = columns[2] - wait
+        _add_up(partition_op, status, keys, size, self._partition_ops.made)
+        _add_up(worker_op, status, keys, size, self._worker_ops.made)
         for index, values in _grouped(worker_op, wall):
-            self._worker_ops[index].latency.record_many(values)
+            self._worker_ops.made[index].latency.record_many(values)
         for index, values in _grouped(np.array(self._op_of_worker_op, np.int64)[worker_op], wall):
-            self._latency[index].record_many(values)
-        task_op = np.concatenate(waiting.task_op)
+            self._latency.made[index].record_many(values)
         for index, values in _grouped(task_op, keys):
-            self._task_ops[index].claim(int(values.sum()))
+            self._task_ops.made[index].claim(int(values.sum()))
         self._fold_waits(task_op, worker_op, wait)
-        totals = self.totals
-        totals.ops += waiting.size
+        totals = self._totals
+        totals.ops += status.size
         totals.failures += int((status == _ERROR).sum())
         totals.keys += int(keys.sum())
         totals.bytes += int(size.sum())
@@ -305,12 +267,12 @@ class OperationStats:
         (waited,) = np.nonzero(wait)
         if not len(waited):
             return
-        self.totals.waits += len(waited)
-        self.totals.wait_ns += int(wait[waited].sum())
+        self._totals.waits += len(waited)
+        self._totals.wait_ns += int(wait[waited].sum())
         for index, values in _grouped(task_op[waited], wait[waited]):
-            self._task_ops[index].wait(values)
+            self._task_ops.made[index].wait(values)
         for index, values in _grouped(worker_op[waited], wait[waited]):
-            self._worker_ops[index].wait_ns += int(values.sum())
+            self._worker_ops.made[index].wait_ns += int(values.sum())
 
     def _plausible(self, values: Int64Array) -> Int64Array:
         """The values, with 0 for those that no operation can have; they are counted as refused."""
@@ -322,19 +284,11 @@ class OperationStats:
 
     def partitions(self) -> list[str]:
         """The labels of the partitions that operations have named."""
-        return list(dict.fromkeys(partition for _, partition in self._partition_op_ids if partition))
+        return list(dict.fromkeys(partition for _, partition in self._partition_ops.numbers if partition))
 
     def worker_stats(self, worker: str, now: float, exact: bool) -> list[WorkerOpStat]:
         """The operations of one worker."""
         return [op.stat(now, exact) for op in self._by_worker.get(worker, ())]
-
-
-def _intern(ids: dict[K, int], key: K, made: list[V], make: Callable[[], V]) -> int:
-    found = ids.get(key)
-    if found is None:
-        made.append(make())
-        found = ids[key] = len(made) - 1
-    return found
 
 
 def _add_up(

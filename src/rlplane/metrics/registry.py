@@ -130,9 +130,6 @@ class MetricsRegistry:
             raise InvalidRequestError(f"metric {name!r} with labels {dict(labels)} is already registered")
         self._samplers[name, labels] = sampler
 
-    def __len__(self) -> int:
-        return len(self._samplers)
-
     @property
     def n_refused(self) -> int:
         """Values that were refused, over all listed samplers."""
@@ -225,35 +222,6 @@ class GaugeSampler:
 class SeriesSampler:
     """The distribution of a value."""
 
-    __slots__ = (
-        "_arrays",
-        "_buffer",
-        "_cached",
-        "_edge_places",
-        "_edges",
-        "_grid_places",
-        "_histogram",
-        "_log",
-        "_m2",
-        "_mean",
-        "_n_array_values",
-        "_span",
-        "_sum",
-        "_sum_squares",
-        "_warned",
-        "count",
-        "exact_sources",
-        "integer",
-        "labels",
-        "listed",
-        "max",
-        "min",
-        "n_clamped",
-        "n_refused",
-        "name",
-        "unit",
-    )
-
     # Floats are counted in the histogram in steps of this size.
     RESOLUTION = 1e-9
 
@@ -290,17 +258,11 @@ class SeriesSampler:
         self._span: tuple[float, float] | None = None
         self._edges: Float64Array = np.zeros(0)
         self._edge_places: Int64Array = np.zeros(0, np.int64)
-        self._n_array_values = 0
         self._arrays: list[npt.NDArray[np.generic]] = []
         self._buffer: array[int] | array[float] = self._new_buffer()
 
     def _new_buffer(self) -> array[int] | array[float]:
         return array("q") if self.integer else array("d")
-
-    @property
-    def n_waiting(self) -> int:
-        """Values that wait for :meth:`fold`."""
-        return len(self._buffer) + self._n_array_values
 
     def record(self, value: float) -> None:
         """Append a value."""
@@ -312,7 +274,6 @@ class SeriesSampler:
     def record_many(self, values: npt.NDArray[np.generic]) -> None:
         """Append an array of values; the caller must not change it afterwards."""
         self._arrays.append(values)
-        self._n_array_values += values.size
 
     def fold(self) -> None:
         """Bring what was recorded into totals and histogram."""
@@ -321,7 +282,7 @@ class SeriesSampler:
             self._buffer = self._new_buffer()
         if not self._arrays:
             return
-        arrays, self._arrays, self._n_array_values = self._arrays, [], 0
+        arrays, self._arrays = self._arrays, []
         self._cached = None
         if self.integer:
             self._absorb_integers([self._sound_integers(values) for values in arrays])

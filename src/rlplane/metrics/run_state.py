@@ -13,10 +13,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
+from msgspec import structs
 
 from rlplane.metrics.events import (
     SESSION_ROLE,
@@ -62,37 +63,22 @@ SILENT_AFTER_S = 5.0
 _NUMBER = re.compile(r"\d+")
 
 
+@dataclass(slots=True, eq=False)
 class _Worker:
     """What is known about one worker, beside its operations and its samples."""
 
-    __slots__ = (
-        "batches_lost",
-        "bytes_rate",
-        "dropped",
-        "dropped_before",
-        "first_seen_ns",
-        "goodbye",
-        "host",
-        "label",
-        "last_seen_ns",
-        "last_seq",
-        "pid",
-        "role",
-    )
-
-    def __init__(self, label: str, now_ns: int) -> None:
-        self.label = label
-        self.pid = 0
-        self.host = ""
-        self.role = ""
-        self.first_seen_ns = now_ns
-        self.last_seen_ns = now_ns
-        self.last_seq = 0
-        self.batches_lost = 0
-        self.dropped = 0
-        self.dropped_before = 0
-        self.goodbye = False
-        self.bytes_rate = CounterSampler("worker_bytes", {})
+    label: str
+    first_seen_ns: int
+    last_seen_ns: int
+    pid: int = 0
+    host: str = ""
+    role: str = ""
+    last_seq: int = 0
+    batches_lost: int = 0
+    dropped: int = 0
+    dropped_before: int = 0
+    goodbye: bool = False
+    bytes_rate: CounterSampler = field(default_factory=lambda: CounterSampler("worker_bytes", {}))
 
     def note_batch(self, batch: EventBatch, now_ns: int) -> int:
         """Note a batch; how many batches are missing before it."""
@@ -136,8 +122,9 @@ class RunState:
             max_values_in_memory=max_values_in_memory, spill_directory=spill_directory
         )
         self.table = MetricsTable(max_rows=max_rows)
-        self._ops = OperationStats(self.registry)
-        self._samples = SampleLifecycle(self.registry, self.table)
+        self._totals = TimelinePoint(0.0, 0.0)
+        self._ops = OperationStats(self.registry, self._totals)
+        self._samples = SampleLifecycle(self.registry, self.table, self._totals)
         self._workers: dict[str, _Worker] = {}
         self._worker_labels = LabelSet(MAX_WORKERS)
         # By level, worker and text without its numbers; the one said last comes last.
@@ -187,7 +174,9 @@ class RunState:
             self.add_batch(batch)
         self._on_session = on_session
         self._ops.fold()
-        self._timeline.continue_from(earlier.timeline, self._total_point(earlier.elapsed_s))
+        self._timeline.continue_from(
+            earlier.timeline, structs.replace(self._totals, elapsed_s=earlier.elapsed_s)
+        )
 
     # What goes in.
 
@@ -197,7 +186,7 @@ class RunState:
         label = self._worker_labels.label(batch.worker)
         worker = self._workers.get(label)
         if worker is None:
-            worker = self._workers[label] = _Worker(label, now_ns)
+            worker = self._workers[label] = _Worker(label, now_ns, now_ns)
         missing = worker.note_batch(batch, now_ns)
         if missing:
             self._lost.increment(missing)
@@ -334,7 +323,7 @@ class RunState:
         self._refused.value += self.registry.n_refused + self._ops.n_refused
         metrics = self.registry.stats(exact=exact, now=now)
         self._refused.value = refused
-        self._timeline.add(elapsed, self._total_point(elapsed))
+        self._timeline.add(elapsed, self._totals)
         self._seq += 1
         return MetricsSnapshot(
             run_id=self.run_id,
@@ -354,38 +343,16 @@ class RunState:
             workers=workers,
             n_in_flight=self.table.n_in_flight,
             oldest=self._samples.oldest(now_ns, state.is_final),
-            log=[msgspec.structs.replace(line) for line in self._log.values()],
+            log=[structs.replace(line) for line in self._log.values()],
             timeline=self._timeline.points(),
             finished=self._samples.finished(now_ns),
             steps=list(self._steps),
-            step_totals=msgspec.structs.replace(
+            step_totals=structs.replace(
                 self._step_totals,
                 ops=[
-                    msgspec.structs.replace(op)
-                    for op in sorted(self._step_ops.values(), key=lambda op: -op.seconds)
+                    structs.replace(op) for op in sorted(self._step_ops.values(), key=lambda op: -op.seconds)
                 ],
             ),
-        )
-
-    def _total_point(self, elapsed: float) -> TimelinePoint:
-        ops, samples = self._ops.totals, self._samples.totals
-        return TimelinePoint(
-            elapsed,
-            0.0,
-            ops=ops.ops,
-            keys=ops.keys,
-            bytes=ops.bytes,
-            failures=ops.failures,
-            busy_ns=ops.busy_ns,
-            written=samples.written,
-            claimed=samples.claimed,
-            cleared=samples.cleared,
-            stale_sum=samples.stale_sum,
-            stale_count=samples.stale_count,
-            samples_held=samples.samples_held,
-            bytes_held=samples.bytes_held,
-            waits=ops.waits,
-            wait_ns=ops.wait_ns,
         )
 
     def _worker_stats(self, now: float, now_ns: int, exact: bool) -> list[WorkerStat]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from rlplane.metrics.events import PartitionStatus, SampleEvent
@@ -26,24 +27,12 @@ from rlplane.metrics.snapshot import (
     PartitionStat,
     SampleAge,
     TaskStat,
+    TimelinePoint,
 )
 
-__all__ = ["TRACKED_SAMPLES_FAILED", "LifecycleTotals", "SampleLifecycle", "WorkerSamples"]
+__all__ = ["TRACKED_SAMPLES_FAILED", "SampleLifecycle", "WorkerSamples"]
 
 TRACKED_SAMPLES_FAILED = "tracked_samples_failed"
-
-
-@dataclass
-class LifecycleTotals:
-    """Over all partitions."""
-
-    written: int = 0
-    claimed: int = 0
-    cleared: int = 0
-    stale_sum: int = 0
-    stale_count: int = 0
-    samples_held: int = 0
-    bytes_held: int = 0
 
 
 class WorkerSamples:
@@ -94,9 +83,10 @@ class _Partition:
 
 
 class SampleLifecycle:
-    """Counts the steps of samples, and keeps what partitions hold."""
+    """Counts the steps of samples, and keeps what partitions hold; what they add up to goes into
+    ``totals``."""
 
-    def __init__(self, registry: MetricsRegistry, table: MetricsTable) -> None:
+    def __init__(self, registry: MetricsRegistry, table: MetricsTable, totals: TimelinePoint) -> None:
         self._registry = registry
         self._table = table
         self._labels = LabelSet(MAX_PARTITIONS)
@@ -108,7 +98,7 @@ class SampleLifecycle:
         self._bytes_held = registry.register_gauge("bytes_held")
         self._samples_held = registry.register_gauge("samples_held")
         self._weight_version = registry.register_gauge("weight_version")
-        self.totals = LifecycleTotals()
+        self._totals = totals
         table.add_trigger("written", self._on_written)
         table.add_trigger("claimed", self._on_claimed)
         table.add_trigger("reclaimed", self._on_reclaimed)
@@ -159,7 +149,7 @@ class SampleLifecycle:
             self._weight_version.set(version)
 
     def _set_held(self, partition: _Partition, samples: int, size: int) -> None:
-        totals = self.totals
+        totals = self._totals
         totals.samples_held += samples - partition.samples
         totals.bytes_held += size - partition.bytes
         partition.samples, partition.bytes = samples, size
@@ -171,16 +161,13 @@ class SampleLifecycle:
     # The triggers.
 
     def _on_written(self, step: LifecycleStep) -> None:
-        partition, worker, count = (
-            self._partition(step.partition_id),
-            self.worker(step.worker),
-            len(step.rows),
-        )
+        partition, worker = self._partition(step.partition_id), self.worker(step.worker)
+        count = len(step.rows)
         partition.written.increment(count)
         partition.in_flight += count
         worker.written += count
         worker.in_flight += count
-        self.totals.written += count
+        self._totals.written += count
 
     def _on_claimed(self, step: LifecycleStep) -> None:
         partition, worker = self._partition(step.partition_id), self.worker(step.worker)
@@ -189,7 +176,7 @@ class SampleLifecycle:
         task.claimed.increment(count)
         task.in_flight += count
         worker.claimed += count
-        self.totals.claimed += count
+        self._totals.claimed += count
         waits = _waits(step)
         task.latency.record_many(waits)
         worker.written_to_claimed.record_many(waits)
@@ -200,8 +187,8 @@ class SampleLifecycle:
             versions = np.array(stale, np.int64)
             task.staleness.record_many(versions)
             worker.staleness.record_many(versions)
-            self.totals.stale_sum += sum(stale)
-            self.totals.stale_count += len(stale)
+            self._totals.stale_sum += sum(stale)
+            self._totals.stale_count += len(stale)
 
     def _on_reclaimed(self, step: LifecycleStep) -> None:
         self._task(self._partition(step.partition_id), step.task or "").reclaimed.increment(len(step.rows))
@@ -212,7 +199,7 @@ class SampleLifecycle:
         partition.cleared.increment(count)
         partition.in_flight -= count
         worker.cleared += count
-        self.totals.cleared += count
+        self._totals.cleared += count
         waits = _waits(step)
         partition.latency.record_many(waits)
         worker.written_to_cleared.record_many(waits)
@@ -339,17 +326,7 @@ def _never_cleared(partition: _Partition) -> int:
 def _task_stats(partition: _Partition) -> list[TaskStat]:
     if partition.status is not None:
         return [
-            TaskStat(
-                name,
-                task.ready,
-                task.claimed,
-                task.waiting,
-                task.fields,
-                task.where,
-                task.writes,
-                task.wanted,
-            )
-            for name, task in partition.status.tasks.items()
+            TaskStat(name, **msgspec.structs.asdict(task)) for name, task in partition.status.tasks.items()
         ]
     # Without an engine's report: what is in flight and not claimed by the task may be claimed by it.
     return [

@@ -6,24 +6,14 @@ coarser, never cut off.
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from rlplane.metrics.snapshot import MAX_TIMELINE, TimelinePoint
 
 __all__ = ["Timeline"]
 
-_SUMMED = (
-    "ops",
-    "keys",
-    "bytes",
-    "failures",
-    "busy_ns",
-    "written",
-    "claimed",
-    "cleared",
-    "stale_sum",
-    "stale_count",
-    "waits",
-    "wait_ns",
-)
+_NOT_SUMMED = {"elapsed_s", "seconds", "samples_held", "bytes_held"}
+_SUMMED = tuple(name for name in TimelinePoint.__struct_fields__ if name not in _NOT_SUMMED)
 
 
 class Timeline:
@@ -49,8 +39,7 @@ class Timeline:
             bytes_held=totals.bytes_held,
             **growth,
         )
-        self._totals = totals
-        self._totals.elapsed_s = elapsed_s
+        self._totals = structs.replace(totals, elapsed_s=elapsed_s)
         # After a merge, points fill up to the new width before the next one begins.
         if self._points and self._points[-1].seconds < 0.75 * self._width_s:
             self._points[-1] = _merged(self._points[-1], point)

@@ -4,6 +4,7 @@ The way of an operation, module by module:
 
 ``client``          ``MetricsDataPlaneClient``: runs the operation and queues what it saw of it
 ``async_client``    ``AsyncMetricsDataPlaneClient``: the same around the asyncio client
+``calls``           what is recorded of each operation, for both
 ``operation``       the queue's entry: one operation, and what it did to the samples
 ``dispatcher``      the queue and the thread behind it; tells the callback, the sinks and the aggregator
 ``accounting``      what operations add up to

@@ -8,32 +8,27 @@ dispatcher's queue.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rlplane.call_times import CallTimes, timed_call
-from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, KVBatchMeta, PartitionStatus
+from rlplane.interfaces import DataPlaneClient, KVBatchMeta
+from rlplane.observability.calls import Call, ContractMethod
 from rlplane.observability.dispatcher import TelemetryDispatcher
 from rlplane.observability.engine_monitor import EngineMonitor
 from rlplane.observability.operation import (
     AddedBytes,
-    Advanced,
-    Claimed,
-    Cleared,
     DataPlaneEvent,
-    Effect,
     ErrorDescription,
     EventStatus,
     Operation,
-    Reset,
-    as_ids,
     describe_error,
-    put_effect,
 )
 from rlplane.observability.own_aggregator import way_to
 from rlplane.observability.sizes import _td_bytes
@@ -42,14 +37,13 @@ from rlplane.sinks import SinkSpec
 from rlplane.transfer_stats import TransferStats
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from rlplane.control.policies import FlowPolicy
     from rlplane.observability.own_aggregator import OwnAggregator
 
 __all__ = ["MetricsDataPlaneClient", "log_event"]
 
 logger = logging.getLogger("rlplane.observability")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _now = time.perf_counter
 
@@ -65,6 +59,20 @@ def log_event(event: DataPlaneEvent) -> None:
         event["wall_ms"],
         event["status"],
     )
+
+
+def _measured(method: Method) -> Method:
+    """The inner client's method of that name, measured."""
+    of = ContractMethod(method)
+    name, describe = of.name, of.describe
+
+    @functools.wraps(method)
+    def call(self: MetricsDataPlaneClient, *args: Any, **kwargs: Any) -> Any:
+        told, handed = describe(*args, **kwargs), of.handed_on(kwargs) if kwargs else kwargs
+        return self._measure(told, lambda: getattr(self._inner, name)(*args, **handed))
+
+    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return cast(Method, call)
 
 
 class MetricsDataPlaneClient(DataPlaneClient):
@@ -187,127 +195,29 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     # The operations.
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-        *,
-        flow: FlowPolicy | Mapping[str, Any] | None = None,
-        produces: dict[str, list[str]] | None = None,
-    ) -> None:
-        extra = _given(flow=flow, produces=produces)
-        self._run(
-            "register",
-            partition_id,
-            lambda: self._inner.register_partition(
-                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, **extra
-            ),
-        )
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        *,
-        where: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        order: str | None = None,
-        dp_world: int | None = None,
-        step: str | int | None = None,
-        max_uses: int = 1,
-        repeat_where: Mapping[str, Any] | None = None,
-        split_groups: bool = False,
-    ) -> KVBatchMeta:
-        # An engine written for the contract without these is not handed one that nobody asked for.
-        extra = _given(
-            where=where,
-            max_tokens=max_tokens,
-            order=order,
-            dp_world=dp_world,
-            step=step,
-            max_uses=None if max_uses == 1 else max_uses,
-            repeat_where=repeat_where,
-            split_groups=split_groups or None,
-        )
-        meta: KVBatchMeta = self._measure(
-            "claim_meta",
-            partition_id,
-            lambda: self._inner.claim_meta(
-                partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s, **extra
-            ),
-            task=task_name,
-            effect=self._claim_effect(partition_id),
-        )
-        return meta
-
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        result: TensorDict = self._measure(
-            "get_data",
-            getattr(meta, "partition_id", ""),
-            lambda: self._inner.get_data(meta, select_fields),
-            n_keys=getattr(meta, "size", 0),
-            task=getattr(meta, "task_name", None),
-        )
-        return result
-
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        result: bool = self._run(
-            "check_consumption_status",
-            partition_id,
-            lambda: self._inner.check_consumption_status(partition_id, task_names),
-        )
-        return result
-
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        must_exist: bool = False,
-    ) -> KVBatchMeta:
-        # An engine written for the contract without these is not handed one that nobody asked for.
-        extra = _given(
-            timeout_s=None if timeout_s == DEFAULT_TIMEOUT_S else timeout_s, must_exist=must_exist or None
-        )
-        meta: KVBatchMeta = self._measure(
-            "put",
-            partition_id,
-            lambda: self._inner.put_samples(sample_ids, partition_id, fields, tags, **extra),
-            n_keys=len(as_ids(sample_ids)),
-            effect=put_effect(sample_ids, fields, tags),
-        )
-        return meta
-
-    def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        result: TensorDict = self._run(
-            "get",
-            partition_id,
-            lambda: self._inner.get_samples(sample_ids, partition_id, select_fields),
-            n_keys=len(as_ids(sample_ids)),
-        )
-        return result
-
-    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        ids = None if sample_ids is None else as_ids(sample_ids)
-        self._measure(
-            "clear",
-            partition_id,
-            lambda: self._inner.clear_samples(sample_ids, partition_id),
-            n_keys=0 if ids is None else len(ids),
-            effect=lambda _: Cleared(ids),
-        )
+    register_partition = _measured(DataPlaneClient.register_partition)
+    claim_meta = _measured(DataPlaneClient.claim_meta)
+    get_data = _measured(DataPlaneClient.get_data)
+    check_consumption_status = _measured(DataPlaneClient.check_consumption_status)
+    put_samples = _measured(DataPlaneClient.put_samples)
+    get_samples = _measured(DataPlaneClient.get_samples)
+    clear_samples = _measured(DataPlaneClient.clear_samples)
+    # Optional from here on.
+    peek_meta = _measured(DataPlaneClient.peek_meta)
+    advance_version = _measured(DataPlaneClient.advance_version)
+    finish_partition = _measured(DataPlaneClient.finish_partition)
+    close_group = _measured(DataPlaneClient.close_group)
+    should_abort = _measured(DataPlaneClient.should_abort)
+    evicted_meta = _measured(DataPlaneClient.evicted_meta)
+    count = _measured(DataPlaneClient.count)
+    append_samples = _measured(DataPlaneClient.append_samples)
+    finish_claims = _measured(DataPlaneClient.finish_claims)
+    unclaim = _measured(DataPlaneClient.unclaim)
+    drop_partition = _measured(DataPlaneClient.drop_partition)
+    list_sample_ids = _measured(DataPlaneClient.list_sample_ids)
+    partition_status = _measured(DataPlaneClient.partition_status)
+    save_checkpoint = _measured(DataPlaneClient.save_checkpoint)
+    load_checkpoint = _measured(DataPlaneClient.load_checkpoint)
 
     def close(self) -> None:
         """Close the inner client, then hand on the last events, for at most a few seconds. Idempotent."""
@@ -319,6 +229,15 @@ class MetricsDataPlaneClient(DataPlaneClient):
             self._run("close", "", self._inner.close)
         finally:
             self._end()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._report_failure(exc_info[1])
+        self.close()
+
+    def _report_failure(self, error: object) -> None:
+        """Note in the run of this client what has ended its block, if that is an error."""
+        if self._aggregator is not None and isinstance(error, Exception):
+            self._aggregator.report_error(error)
 
     def _look_at_engine(self) -> None:
         """For the last time, before it is closed."""
@@ -333,120 +252,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._dispatcher.close()
         if self._aggregator is not None:
             self._aggregator.close()
-
-    # Optional from here on.
-
-    def peek_meta(
-        self,
-        partition_id: str,
-        *,
-        where: Mapping[str, Any] | None = None,
-        fields: list[str] | None = None,
-        limit: int | None = None,
-        order: str | None = None,
-    ) -> KVBatchMeta:
-        result: KVBatchMeta = self._run(
-            "peek_meta",
-            partition_id,
-            lambda: self._inner.peek_meta(partition_id, where=where, fields=fields, limit=limit, order=order),
-        )
-        return result
-
-    def advance_version(self, partition_id: str, version: int) -> None:
-        self._measure(
-            "advance_version",
-            partition_id,
-            lambda: self._inner.advance_version(partition_id, version),
-            effect=lambda _: Advanced(version),
-        )
-
-    def finish_partition(self, partition_id: str) -> None:
-        self._run("finish_partition", partition_id, lambda: self._inner.finish_partition(partition_id))
-
-    def close_group(
-        self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
-    ) -> int:
-        result: int = self._run(
-            "close_group",
-            partition_id,
-            lambda: self._inner.close_group(partition_id, group, reason=reason, fields=fields),
-        )
-        return result
-
-    def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
-        result: list[str] = self._run(
-            "should_abort", partition_id, lambda: self._inner.should_abort(sample_ids, partition_id)
-        )
-        return result
-
-    def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
-        result: KVBatchMeta = self._run(
-            "evicted_meta", partition_id, lambda: self._inner.evicted_meta(partition_id, limit=limit)
-        )
-        return result
-
-    def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
-        result: int = self._run("count", partition_id, lambda: self._inner.count(partition_id, where))
-        return result
-
-    def append_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        finish: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> KVBatchMeta:
-        meta: KVBatchMeta = self._measure(
-            "append",
-            partition_id,
-            lambda: self._inner.append_samples(
-                sample_ids, partition_id, fields, tags, finish=finish, timeout_s=timeout_s
-            ),
-            n_keys=len(as_ids(sample_ids)),
-            effect=put_effect(sample_ids, fields, tags, appends=True),
-        )
-        return meta
-
-    def finish_claims(self, meta: KVBatchMeta) -> None:
-        self._run(
-            "finish_claims", meta.partition_id, lambda: self._inner.finish_claims(meta), n_keys=meta.size
-        )
-
-    def unclaim(self, meta: KVBatchMeta) -> None:
-        self._run("unclaim", meta.partition_id, lambda: self._inner.unclaim(meta), n_keys=meta.size)
-
-    def drop_partition(self, partition_id: str) -> None:
-        self._run("drop_partition", partition_id, lambda: self._inner.drop_partition(partition_id))
-
-    def list_sample_ids(self, partition_id: str) -> list[str]:
-        result: list[str] = self._run(
-            "list_sample_ids", partition_id, lambda: self._inner.list_sample_ids(partition_id)
-        )
-        return result
-
-    def partition_status(self, partition_id: str) -> PartitionStatus:
-        result: PartitionStatus = self._run(
-            "partition_status", partition_id, lambda: self._inner.partition_status(partition_id)
-        )
-        return result
-
-    def save_checkpoint(self, checkpoint_dir: str, *, metadata: Mapping[str, Any] | None = None) -> None:
-        self._run(
-            "save_checkpoint", "", lambda: self._inner.save_checkpoint(checkpoint_dir, metadata=metadata)
-        )
-
-    def load_checkpoint(self, checkpoint_dir: str, *, release_claims: bool = False) -> dict[str, Any]:
-        # The plane's content is replaced, so nothing of what this client put is there any more.
-        metadata: dict[str, Any] = self._measure(
-            "load_checkpoint",
-            "",
-            lambda: self._inner.load_checkpoint(checkpoint_dir, release_claims=release_claims),
-            effect=lambda _: Reset(),
-        )
-        return metadata
 
     def __getattr__(self, name: str) -> Any:
         # What an engine has beyond the contract stays in reach.
@@ -489,7 +294,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
         ``n_keys`` and ``n_bytes`` are taken from the result when it is a meta or a ``TensorDict``.
         """
-        return self._measure(op, partition_id, fn, n_keys=n_keys, n_bytes=n_bytes)
+        return self._measure(Call(op, partition_id, n_keys), fn, n_bytes)
 
     def _emit(
         self, op: str, partition_id: str, n_keys: int, n_bytes: int, t0: float, status: EventStatus
@@ -512,18 +317,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
             self._dispatcher.process()
             self._dispatcher.accounting.outstanding.clear(partition_id, keys)
 
-    def _measure(
-        self,
-        op: str,
-        partition_id: str,
-        fn: Callable[[], Any],
-        *,
-        n_keys: int = 0,
-        n_bytes: int = 0,
-        task: str | None = None,
-        effect: Callable[[Any], Effect | None] | None = None,
-    ) -> Any:
-        """As :meth:`_run`; ``effect`` says what the operation did, from its result (None if it failed)."""
+    def _measure(self, call: Call, fn: Callable[[], Any], n_bytes: int = 0) -> Any:
         result = error = None
         began = _now()
         with timed_call() as times:
@@ -533,32 +327,21 @@ class MetricsDataPlaneClient(DataPlaneClient):
                 error = describe_error(raised)
                 raise
             finally:
-                self._record(op, partition_id, n_keys, n_bytes, began, result, error, task, effect, times)
+                self._record(call, began, result, error, times, n_bytes)
         return result
-
-    def _claim_effect(self, partition_id: str) -> Callable[[KVBatchMeta | None], Effect | None] | None:
-        """What a claim does to samples that are followed one by one."""
-        if not self._dispatcher.is_tracked(partition_id):
-            return None
-        return lambda meta: (
-            None if meta is None else Claimed(list(meta.sample_ids), [dict(tag) for tag in meta.tags or ()])
-        )
 
     def _record(
         self,
-        op: str,
-        partition_id: str,
-        n_keys: int,
-        n_bytes: int,
+        call: Call,
         began: float,
         result: Any,
         error: ErrorDescription | None,
-        task: str | None,
-        effect: Callable[[Any], Effect | None] | None,
         times: CallTimes,
+        n_bytes: int = 0,
     ) -> None:
         """Emit the event of an operation that has just ended with a result or an error."""
         ended = _now()
+        op, partition_id, n_keys, effect = call.op, call.partition_id, call.n_keys, call.effect
         waited = times.waiting_s
         if not times.entered and error is not None and error[0] == "timeout":
             waited = ended - began  # an engine that does not say: it has waited in vain, all the time
@@ -567,22 +350,16 @@ class MetricsDataPlaneClient(DataPlaneClient):
         elif result is not None and hasattr(result, "batch_size"):
             with contextlib.suppress(Exception):  # A result of an unknown kind is a result all the same.
                 n_bytes = _td_bytes(result)
-        done = effect(result) if effect is not None else None
-        status: Literal["ok", "timeout", "error"] = "ok"
-        what: tuple[str, str] | None = None
-        if error is not None:
-            status, what = error
-        me = get_ident()
+        done = None
+        if effect is not None and (not call.if_tracked or self._dispatcher.is_tracked(partition_id)):
+            done = effect(result)
+        status, what = error or ("ok", None)
         if (step := self._steps.current.get()) is not None:
             step.add(op, ended - began, times, waited, _tokens_of(op, result))
+        me, task = get_ident(), call.task
         self._dispatcher.put(
             Operation(op, partition_id, n_keys, n_bytes, began, ended, status, me, task, what, done, waited)
         )
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are set."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _tokens_of(op: str, result: Any) -> int:

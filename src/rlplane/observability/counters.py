@@ -11,6 +11,7 @@ __all__ = ["OperationCounters"]
 # How many of the last times of an interval its percentiles are taken from.
 _KEPT = 2048
 _WAITING_OPS = ("claim_meta", "put")
+_TOTALS = ("count", "errors", "timeouts", "keys", "bytes", "wall_s", "waited_s")
 
 
 class OperationCounters:
@@ -45,18 +46,7 @@ class OperationCounters:
     def totals(self) -> dict[str, dict[str, float]]:
         """By operation: ``count``, ``errors``, ``timeouts``, ``keys``, ``bytes``, ``wall_s``,
         ``waited_s``."""
-        return {
-            op: {
-                "count": sums.count,
-                "errors": sums.errors,
-                "timeouts": sums.timeouts,
-                "keys": sums.keys,
-                "bytes": sums.bytes,
-                "wall_s": sums.wall_s,
-                "waited_s": sums.waited_s,
-            }
-            for op, sums in self._all.items()
-        }
+        return {op: {name: getattr(sums, name) for name in _TOTALS} for op, sums in self._all.items()}
 
     def end_interval(self, elapsed_s: float) -> dict[str, float]:
         """Rates and times since the last call, named ``put/ops_per_s`` and so on."""
@@ -72,9 +62,8 @@ class OperationCounters:
                 values[f"{op}/timeouts"] = sums.timeouts
                 values[f"{op}/waiting_s_per_s"] = sums.waited_s / elapsed_s
             values[f"{op}/mean_ms"] = sums.wall_s / sums.count * 1e3
-            values[f"{op}/p50_ms"] = _rank(walls, 0.50) * 1e3
-            values[f"{op}/p90_ms"] = _rank(walls, 0.90) * 1e3
-            values[f"{op}/p99_ms"] = _rank(walls, 0.99) * 1e3
+            for percent in (50, 90, 99):
+                values[f"{op}/p{percent}_ms"] = _rank(walls, percent / 100) * 1e3
         return values
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlplane.metrics.background import BackgroundThread, call_after_fork
 from rlplane.metrics.event_publisher import EventPublisherService, FindAddress
@@ -32,7 +32,10 @@ from rlplane.observability.operation import AddedBytes, DataPlaneEvent, Operatio
 from rlplane.sinks import SinkSpec, build_sink, describe_spec
 from rlplane.sinks.isolated import IsolatedConsumer
 
-__all__ = ["Companion", "TelemetryDispatcher"]
+if TYPE_CHECKING:
+    from rlplane.observability.engine_monitor import EngineMonitor
+
+__all__ = ["TelemetryDispatcher"]
 
 logger = logging.getLogger("rlplane.observability")
 
@@ -46,14 +49,6 @@ _KEYS_BETWEEN_PAUSES = 64
 # A job's processes may start in any order, and on a cluster not all at once.
 _LOOK_FOR_AGGREGATOR_S = 120.0
 _PAUSE_BETWEEN_SEARCHES_S = 0.5
-
-
-class Companion(Protocol):
-    """What is started together with the dispatcher's thread, and ends when ``stopped`` is set."""
-
-    def start(self) -> None: ...
-
-    def after_fork(self) -> None: ...
 
 
 class TelemetryDispatcher:
@@ -78,7 +73,7 @@ class TelemetryDispatcher:
         self.on_event = on_event
         self.sink_specs = list(sinks)
         self._tracked = frozenset(track_partitions)
-        self._companion: Companion | None = None
+        self._monitor: EngineMonitor | None = None
         self._thread = BackgroundThread("rlplane-telemetry", self._work, self)
         self.publisher = (
             EventPublisherService(metrics_address, role=role, thread=self._thread)
@@ -116,9 +111,9 @@ class TelemetryDispatcher:
             undo.pop_all()
         self.to_sinks("session", event="started")
 
-    def accompany(self, companion: Companion) -> None:
-        """Start ``companion`` with the first operation."""
-        self._companion = companion
+    def accompany(self, monitor: EngineMonitor) -> None:
+        """Start ``monitor`` with the first operation; it ends when ``stopped`` is set."""
+        self._monitor = monitor
 
     def after_fork(self) -> None:
         """Begin anew in a forked child: what the parent put, the parent counts.
@@ -128,8 +123,8 @@ class TelemetryDispatcher:
         """
         self.sink_specs = [spec for spec in self.sink_specs if isinstance(spec, (str, Mapping))]
         self._begin()
-        if self._companion is not None:
-            self._companion.after_fork()
+        if self._monitor is not None:
+            self._monitor.after_fork()
 
     def is_tracked(self, partition_id: str) -> bool:
         """Whether the aggregator follows the samples of a partition one by one."""
@@ -160,8 +155,8 @@ class TelemetryDispatcher:
         self._thread.wake()
         if not self._begun:
             with self.lock, contextlib.suppress(RuntimeError):  # The interpreter is ending.
-                if not self._begun and self._companion is not None:
-                    self._companion.start()
+                if not self._begun and self._monitor is not None:
+                    self._monitor.start()
                 self._begun = True
 
     def process(self, *, with_pauses: bool = False) -> None:

@@ -152,11 +152,7 @@ class EngineMonitor:
             return
         found = checks.take()
         dispatcher, counts = self._dispatcher, self._dispatcher.accounting.counts
-        by_name = {
-            "checked": found.checked,
-            "unchecked": found.unchecked,
-            "mismatched": found.mismatched,
-        }
+        by_name = {name: getattr(found, name) for name in ("checked", "unchecked", "mismatched")}
         with dispatcher.lock:
             for name, rows in by_name.items():
                 counts[f"rows_{name}"] += rows.total()
@@ -209,11 +205,14 @@ class EngineMonitor:
                         values[f"{prefix}/task/{task}/{name}"] = counts.get(name, 0)
         dispatcher.to_sinks("scalars", interval_s=elapsed_s, values=values)
 
-    def finish(self) -> None:
-        """The last transfers and counts, before the engine is closed."""
+    def _collect(self) -> None:
         self._dispatcher.send_field_bytes()
         self.collect_checks()
         self.collect_transfers()
+
+    def finish(self) -> None:
+        """The last transfers and counts, before the engine is closed."""
+        self._collect()
         if self._log_interval_s is not None:
             self.log_transfers(self._log_interval_s)
         if self._dispatcher.publisher is not None:
@@ -222,14 +221,12 @@ class EngineMonitor:
 
     def _run(self) -> None:
         dispatcher = self._dispatcher
-        now = time.monotonic()
-        due = {"status": now + _TICK_S, "scalars": now + _SCALARS_S}
-        every = {
-            "status": _TICK_S if dispatcher.publisher is not None else _RECONCILE_S,
-            "scalars": _SCALARS_S,
-        }
+        status_s = _TICK_S if dispatcher.publisher is not None else _RECONCILE_S
+        every = {"status": status_s, "scalars": _SCALARS_S}
         if self._log_interval_s is not None:
-            due["log"], every["log"] = now + self._log_interval_s, self._log_interval_s
+            every["log"] = self._log_interval_s
+        now = time.monotonic()
+        due = {name: now + interval_s for name, interval_s in every.items()} | {"status": now + _TICK_S}
         while not dispatcher.stopped.wait(min(_TICK_S, self._log_interval_s or _TICK_S)):
             now = time.monotonic()
             for what in [name for name, when in due.items() if when <= now]:
@@ -246,9 +243,7 @@ class EngineMonitor:
 
     def _do(self, what: str, elapsed_s: float) -> None:
         if what == "status":
-            self._dispatcher.send_field_bytes()
-            self.collect_checks()
-            self.collect_transfers()
+            self._collect()
             self.reconcile_all(thoroughly=False)
         elif what == "scalars":
             self.send_scalars()

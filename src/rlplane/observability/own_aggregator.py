@@ -3,7 +3,7 @@
 The bootstrap client starts it and ends it. Other processes find it by an environment variable that they
 inherit, or by the name of the plane that they join, among the runs of this machine. On a cluster it can be
 reached from other machines too, encrypted: where, and with which key, the plane itself tells those who join
-it.
+it, and those who ask on another machine for a run to watch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -21,13 +19,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from rlplane.errors import DataPlaneError
 from rlplane.interfaces import ADDRESS_VARIABLE
 from rlplane.metrics.aggregator import new_run_id
 from rlplane.metrics.discovery import RunInfo, announce_child, list_runs, runtime_directory
-from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, OFF, EventPublisherService, FindAddress
-from rlplane.metrics.events import SESSION_ROLE, SessionEvent
-from rlplane.metrics.launcher import spawn_aggregator
+from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, OFF, FindAddress
+from rlplane.metrics.events import SessionEvent
+from rlplane.metrics.launcher import begin_session, end_process, spawn_aggregator
 
 __all__ = ["OF_THE_PLANE", "OwnAggregator", "SpansMachines", "find_address", "plane_name", "way_to"]
 
@@ -46,8 +46,9 @@ _PATIENCE_S = 60.0
 class SpansMachines(Protocol):
     """An engine whose clients are on several machines, and which tells them where the aggregator is."""
 
-    def publish_aggregator(self, address: str) -> None:
-        """Tell all clients of the plane. Raises while there is no plane."""
+    def publish_aggregator(self, address: str, run: str) -> None:
+        """Tell all clients of the plane the address, and viewers on other machines what they need of the run,
+        a ``RunInfo`` as JSON. Raises while there is no plane."""
 
     def find_aggregator(self) -> str | None:
         """What the bootstrap client has told; None if nothing yet. Raises while there is no plane."""
@@ -115,7 +116,8 @@ class OwnAggregator:
     Args:
         plane: The name of the plane, by which other processes find it.
         run_dir: Where the final snapshot goes; None for a new directory in ``./runs``.
-        remote_host: The address of this machine at which others may send events, encrypted; None: not.
+        remote_host: The address of this machine at which others may send events and watch, encrypted; None:
+            not.
 
     Raises:
         OSError, DataPlaneError: It cannot be started.
@@ -149,10 +151,7 @@ class OwnAggregator:
                 plane=plane,
             )
         )
-        self._session = EventPublisherService(
-            self.events_address, f"session:{os.getpid()}", role=SESSION_ROLE
-        )
-        self._session.record(SessionEvent("STARTED", time.time_ns()))
+        self._session = begin_session(self.events_address)
         os.environ[METRICS_ADDRESS_VARIABLE] = self.events_address
 
     def publish_through(self, client: SpansMachines) -> None:
@@ -162,25 +161,34 @@ class OwnAggregator:
         ).start()
 
     def _publish(self, reference: weakref.ref[SpansMachines]) -> None:
-        address, (pause, longest) = "", _PAUSES_S
+        info, (pause, longest) = None, _PAUSES_S
         while not self._closing.wait(pause) and self._process.poll() is None:
             pause = min(1.5 * pause, longest)
-            address = address or self._find_remote_address()
+            info = info or self._find_own_run()
             client = reference()
             if client is None:
                 return
-            if address:
+            if info is not None:
                 try:
-                    client.publish_aggregator(address)
+                    run = msgspec.json.encode(info.seen_from_afar()).decode()
+                    client.publish_aggregator(info.remote_address, run)
                     return
                 except Exception as error:  # The plane may not be there yet; Ray may be busy.
                     logger.debug("the aggregator's address is not published yet: %r", error)
             del client
 
-    def _find_remote_address(self) -> str:
+    def _find_own_run(self) -> RunInfo | None:
+        """What the aggregator says of itself, once it can be reached from other machines."""
         with contextlib.suppress(DataPlaneError, OSError):
-            return next((run.remote_address for run in list_runs() if run.pid == self._process.pid), "")
-        return ""
+            for run in list_runs():
+                if run.pid == self._process.pid and run.remote_address:
+                    return run
+        return None
+
+    def report_error(self, error: Exception) -> None:
+        """Tell the run that the job failed, so that its report says why it ended."""
+        message = f"the job ended with {type(error).__name__}: {error}"
+        self._session.record(SessionEvent("ERROR", time.time_ns(), message))
 
     def close(self) -> None:
         """End the run and wait for its final snapshot, within bounds. Idempotent; nothing in a forked
@@ -192,12 +200,7 @@ class OwnAggregator:
             del os.environ[METRICS_ADDRESS_VARIABLE]
         self._session.record(SessionEvent("ENDED", time.time_ns()))
         self._session.close()
-        for signal_number in (0, signal.SIGTERM, signal.SIGKILL):
-            if signal_number:
-                self._process.send_signal(signal_number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-                break
+        end_process(self._process, _END_S)
         if self._process.returncode:
             logger.warning(
                 "the aggregator ended with exit code %d; see %s", self._process.returncode, self.run_dir

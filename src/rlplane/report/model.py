@@ -28,6 +28,11 @@ __all__ = ["REPORT_SCHEMA_VERSION", "FieldTotal", "Flow", "OpSummary", "Report"]
 
 REPORT_SCHEMA_VERSION = 1
 
+_AS_IN_THE_SNAPSHOT = (
+    *("run_id", "state", "exact", "started_ns", "elapsed_s", "n_pending_tasks", "n_never_cleared"),
+    *("partitions", "workers", "oldest", "log", "timeline", "steps", "step_totals"),
+)
+
 
 class Flow(msgspec.Struct, omit_defaults=True):
     """One op in one partition; rates are averages over the run."""
@@ -106,19 +111,12 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
         """Make the report of a snapshot. Depends on nothing else."""
         gauges = [stat for stat in snapshot.metrics if isinstance(stat, GaugeStat)]
         report = cls(
-            run_id=snapshot.run_id,
-            state=snapshot.state,
             complete=(
                 snapshot.state is SessionState.COMPLETE
                 and snapshot.n_pending_tasks == 0
                 and not _unfinished_workers(snapshot.workers)
             ),
-            exact=snapshot.exact,
             source=source,
-            started_ns=snapshot.started_ns,
-            elapsed_s=snapshot.elapsed_s,
-            n_pending_tasks=snapshot.n_pending_tasks,
-            n_never_cleared=snapshot.n_never_cleared,
             totals=_totals(snapshot),
             gauges={stat.name: stat.value for stat in gauges},
             peaks={stat.name: stat.peak for stat in gauges if stat.peak is not None},
@@ -133,13 +131,7 @@ class Report(msgspec.Struct, omit_defaults=True, kw_only=True):
                 for stat in snapshot.metrics
                 if isinstance(stat, SeriesStat) and stat.name != "op_latency"
             ],
-            partitions=snapshot.partitions,
-            workers=snapshot.workers,
-            oldest=snapshot.oldest,
-            log=snapshot.log,
-            timeline=snapshot.timeline,
-            steps=snapshot.steps,
-            step_totals=snapshot.step_totals,
+            **{name: getattr(snapshot, name) for name in _AS_IN_THE_SNAPSHOT},
         )
         report.warnings = _warnings(report)
         return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlplane.metrics.snapshot import SeriesStat
 from rlplane.report.model import Report
 from rlplane.viewing.units import (
     format_bytes,
@@ -36,43 +37,36 @@ class Table:
 
 def tables(report: Report) -> list[Table]:
     """The tables that have a row."""
-    made = [
-        _steps(report),
-        _ops(report),
-        _waits(report),
-        _flows(report),
-        _partitions(report),
-        _fields(report),
-        _policies(report),
-        _tasks(report),
-        _series(report),
-        _workers(report),
-        _worker_ops(report),
-        _oldest(report),
-    ]
+    parts = (_steps, _ops, _waits, _flows, _partitions, _fields, _policies, _tasks, _series)
+    made = (part(report) for part in (*parts, _workers, _worker_ops, _oldest))
     return [table for table in made if table.rows]
+
+
+def _counts(*values: float | None) -> list[str]:
+    return [format_full_count(value) for value in values]
+
+
+def _times(series: SeriesStat | None, *names: str) -> list[str]:
+    """Some percentiles of a series in ns, and its maximum."""
+    if series is None:
+        return [format_ns(None)] * (len(names) + 1)
+    return [*(format_ns(series.percentiles.get(name)) for name in names), format_ns(series.max)]
 
 
 def _ops(report: Report) -> Table:
     columns = ["op", "count", "per s", "bytes", "bytes/s", "failed", "timeouts"]
     names = ["p50", "p90", "p99", "p99.9"]
-    rows = []
-    for op in report.ops:
-        latency = op.latency
-        percentiles = latency.percentiles if latency is not None else {}
-        rows.append(
-            [
-                op.op,
-                format_full_count(op.count),
-                format_full_count(op.ops_per_s),
-                format_bytes(op.bytes),
-                format_bytes(op.bytes_per_s),
-                format_full_count(op.failures),
-                format_full_count(op.timeouts),
-                *(format_ns(percentiles.get(name)) for name in names),
-                format_ns(latency.max if latency is not None else None),
-            ]
-        )
+    rows = [
+        [
+            op.op,
+            *_counts(op.count, op.ops_per_s),
+            format_bytes(op.bytes),
+            format_bytes(op.bytes_per_s),
+            *_counts(op.failures, op.timeouts),
+            *_times(op.latency, *names),
+        ]
+        for op in report.ops
+    ]
     return Table("Operations", [*columns, *names, "max"], rows)
 
 
@@ -100,8 +94,7 @@ def _waits(report: Report) -> Table:
             series.labels.get("task", "") or "–",
             format_full_count(series.count),
             format_duration(series.total / 1e9),
-            *(format_ns(series.percentiles.get(name)) for name in ("p50", "p90", "p99")),
-            format_ns(series.max),
+            *_times(series, "p50", "p90", "p99"),
         ]
         for series in report.series
         if series.name == _WAITS
@@ -118,12 +111,9 @@ def _flows(report: Report) -> Table:
             [
                 flow.op,
                 flow.partition or "–",
-                format_full_count(flow.count),
-                format_full_count(flow.keys),
-                format_full_count(flow.ops_per_s),
+                *_counts(flow.count, flow.keys, flow.ops_per_s),
                 format_bytes(flow.bytes_per_s),
-                format_full_count(flow.failures),
-                format_full_count(flow.timeouts),
+                *_counts(flow.failures, flow.timeouts),
             ]
             for flow in report.flows
         ],
@@ -160,10 +150,7 @@ def _policies(report: Report) -> Table:
         [
             part.partition,
             part.flow.policy or "–",
-            format_full_count(part.flow.version),
-            format_full_count(part.flow.max_staleness),
-            format_full_count(part.flow.admitted),
-            format_full_count(part.flow.waiting),
+            *_counts(part.flow.version, part.flow.max_staleness, part.flow.admitted, part.flow.waiting),
             format_reasons(part.flow.evicted),
             format_reasons(part.flow.closed_short),
         ]
@@ -174,21 +161,12 @@ def _policies(report: Report) -> Table:
 
 
 def _tasks(report: Report) -> Table:
-    return Table(
-        "Tasks",
-        ["partition", "task", "ready", "claimed", "waiting"],
-        [
-            [
-                part.partition,
-                task.task,
-                format_full_count(task.ready),
-                format_full_count(task.claimed),
-                format_full_count(task.waiting),
-            ]
-            for part in report.partitions
-            for task in part.tasks
-        ],
-    )
+    rows = [
+        [part.partition, task.task, *_counts(task.ready, task.claimed, task.waiting)]
+        for part in report.partitions
+        for task in part.tasks
+    ]
+    return Table("Tasks", ["partition", "task", "ready", "claimed", "waiting"], rows)
 
 
 def _series(report: Report) -> Table:
@@ -219,11 +197,8 @@ def _workers(report: Report) -> Table:
             worker.state,
             format_full_count(worker.ops),
             format_bytes(worker.bytes),
-            format_full_count(worker.failures),
-            format_full_count(worker.timeouts),
-            format_full_count(worker.dropped),
-            format_full_count(worker.never_cleared),
-            format_full_count(worker.staleness.mean if worker.staleness is not None else None),
+            *_counts(worker.failures, worker.timeouts, worker.dropped, worker.never_cleared),
+            *_counts(worker.staleness.mean if worker.staleness is not None else None),
         ]
         for worker in sorted(report.workers, key=lambda worker: worker.worker)
     ]
@@ -238,12 +213,11 @@ def _worker_ops(report: Report) -> Table:
             values = (
                 (latency.p50, latency.p90, latency.p99, latency.max) if latency is not None else [None] * 4
             )
-            counts = (op.count, op.keys, op.failures, op.timeouts)
             rows.append(
                 [
                     worker.worker,
                     op.op,
-                    *(format_full_count(count) for count in counts),
+                    *_counts(op.count, op.keys, op.failures, op.timeouts),
                     format_bytes(op.bytes),
                     *(format_ns(value) for value in values),
                 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from rlplane.metrics.snapshot import Number
 from rlplane.report.model import Report
 from rlplane.report.tables import Table, tables
 from rlplane.viewing.units import format_bytes, format_duration, format_full_count, format_share
@@ -32,9 +31,16 @@ def render_text(report: Report) -> str:
 def headline(report: Report) -> list[str]:
     """What to know first, in a few lines."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.started_ns / 1e9))
-    totals, gauges, peaks = report.totals, report.gauges, report.peaks
+    gauges, peaks = report.gauges, report.peaks
     return [
-        *_head_lines(report, started, totals, gauges, peaks),
+        f"Run {report.run_id}: {report.state.value}{'' if report.complete else ' (incomplete)'}",
+        f"Started {started}, {format_duration(report.elapsed_s)}, "
+        f"{format_full_count(report.totals.get('events', 0))} events, {len(report.workers)} workers, "
+        f"percentiles {'exact' if report.exact else 'from a histogram'}",
+        f"Held: {format_full_count(gauges.get('samples_held'))} samples, "
+        f"{format_bytes(gauges.get('bytes_held'))}; at peak "
+        f"{format_full_count(peaks.get('samples_held'))} samples, "
+        f"{format_bytes(peaks.get('bytes_held'))}",
         *_step_lines(report),
     ]
 
@@ -44,44 +50,18 @@ def _step_lines(report: Report) -> list[str]:
     totals, lines = report.step_totals, []
     if totals.count:
         each = format_duration(totals.seconds / totals.count)
-        shares = {
-            name: format_share(totals.share(part))
-            for name, part in (
-                ("plane", "seconds"),
-                ("waiting", "waiting_s"),
-                ("round trips", "round_trips_s"),
-                ("bytes", "bytes_s"),
-            )
-        }
-        plane = shares.pop("plane")
         lines.append(
-            f"Training steps: {format_full_count(totals.count)}, of {each} each; {plane} of it in the plane"
-            f" ({', '.join(f'{name} {share}' for name, share in shares.items())});"
+            f"Training steps: {format_full_count(totals.count)}, of {each} each;"
+            f" {format_share(totals.share())} of it in the plane"
+            f" (waiting {format_share(totals.share('waiting_s'))},"
+            f" round trips {format_share(totals.share('round_trips_s'))},"
+            f" bytes {format_share(totals.share('bytes_s'))});"
             f" {format_full_count(totals.tokens_per_s)} tokens/s"
         )
     last = {name: value for step in report.steps for name, value in step.scalars.items()}
     if last:
         lines.append("Logged last: " + ", ".join(f"{name} {value:.4g}" for name, value in last.items()))
     return lines
-
-
-def _head_lines(
-    report: Report,
-    started: str,
-    totals: dict[str, int],
-    gauges: dict[str, Number],
-    peaks: dict[str, Number],
-) -> list[str]:
-    return [
-        f"Run {report.run_id}: {report.state.value}{'' if report.complete else ' (incomplete)'}",
-        f"Started {started}, {format_duration(report.elapsed_s)}, "
-        f"{format_full_count(totals.get('events', 0))} events, {len(report.workers)} workers, "
-        f"percentiles {'exact' if report.exact else 'from a histogram'}",
-        f"Held: {format_full_count(gauges.get('samples_held'))} samples, "
-        f"{format_bytes(gauges.get('bytes_held'))}; at peak "
-        f"{format_full_count(peaks.get('samples_held'))} samples, "
-        f"{format_bytes(peaks.get('bytes_held'))}",
-    ]
 
 
 def _table(table: Table) -> str:

@@ -3,7 +3,7 @@
     core.py         ControlService: requests, places, leases and deadlines around a ControlState; no sockets
     clients.py      what a client holds, and requests that are not answered yet
     reservations.py Reservations: who gets a place, and when
-    commits.py      how a write becomes part of the state
+    commits.py      how a write becomes part of the state, one of very many samples in slices
     questions.py    requests that change nothing
     deadlines.py    until when requests wait
     long_work.py    LongWork: what was begun, and is gone on with between others

@@ -75,14 +75,16 @@ class BlockTable:
             located[number] = (order.setdefault(place, len(order)), start, layout)
         for place in order:
             self.references[place] += 1
-        self._leased.update(order.keys())
+            self._leased[place] += 1
         return [self.places[place] for place in order], located
 
     def unlease(self, places: Iterable[int], storage: StorageHost) -> None:
         """A reader of these places needs them no longer."""
         for place in places:
-            self._leased[place] -= 1
-            if not self._leased[place]:
+            left = self._leased[place] - 1
+            if left:
+                self._leased[place] = left
+            else:
                 del self._leased[place]
         self._drop_references(places, storage)
         for place in self._dead_rows.of(places):
@@ -114,9 +116,12 @@ class BlockTable:
     def drop(self, effects: Effects, storage: StorageHost) -> None:
         """Free the places that nobody needs any more, and of the others the rows that nobody needs."""
         gone = [self.blocks.pop(block) for block in effects.freed]
+        self._drop_references([place for place, _, _ in gone], storage)
+        changed = []
         for place, start, layout in gone:
-            self._dead_rows.add_block(place, start, layout)
-        changed = [place for place, _, _ in gone]
+            if place in self.places:
+                self._dead_rows.add_block(place, start, layout)
+                changed.append(place)
         for blocks, positions in effects.dropped:
             order = np.argsort(blocks, kind="stable")
             numbers, firsts = np.unique(blocks[order], return_index=True)
@@ -125,7 +130,6 @@ class BlockTable:
                     place, start, layout = self.blocks[block]
                     self._dead_rows.add(place, start, layout, rows)
                     changed.append(place)
-        self._drop_references([place for place, _, _ in gone], storage)
         for place in self._dead_rows.of(changed):
             self._give_back_rows(place, storage)
 

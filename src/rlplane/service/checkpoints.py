@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoints", "DumpApart", "Loading"]
 
 # Of a frozen plane: what takes some ten milliseconds to write, to send and to read.
-_PIECE_BYTES = 2**22
+_PIECE_BYTES = 2**20
 _MANY_SAMPLES = 10_000  # a fork takes less time than to copy more than these
 
 DumpApart = Callable[[Callable[[], Iterator[bytes]], Callable[[Iterator[bytes] | None], None]], None]
@@ -167,7 +167,7 @@ class Checkpoints:
             else:
                 service.table.put_in(service.storage.shrink(place, max(*ends, 1)), len(ends))
         service.table.blocks.update(loading.blocks)
-        old = [Clearing(partition, list(partition.rows)) for partition in service.state.partitions.values()]
+        old = [Clearing.of_all(partition) for partition in service.state.partitions.values()]
         restored.live += service.state.live  # until that is cleared
         restored.now = service.now
         service.state = restored

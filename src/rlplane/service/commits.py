@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlplane.control.requests import Put
+from rlplane.control.requests import Effects, LostRows, Put
+from rlplane.control.staging import Staging
 from rlplane.errors import DataPlaneError, InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commit_checks import check_turns, checked_sizes
+from rlplane.service.long_work import LongWork, StalePlaceError
 from rlplane.storage.keyed import lost_chunks
 from rlplane.storage.places import Place
 
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["StalePlaceError", "StaleSpecError", "commit"]
+__all__ = ["PutWork", "StalePlaceError", "StaleSpecError", "commit", "is_long_commit"]
+
+_MANY_SAMPLES = 8192  # more than these take longer than some ten milliseconds
 
 
 class StaleSpecError(DataPlaneError):
     """The partition was registered again since the client looked; it asks and encodes anew."""
-
-
-class StalePlaceError(DataPlaneError):
-    """The place was taken back before the commit; the client reserves and writes anew."""
 
 
 def commit(service: ControlService, request: PendingRequest, held: Client, body: wire.Commit) -> None:
@@ -34,7 +34,8 @@ def commit(service: ControlService, request: PendingRequest, held: Client, body:
         partition = service.state.partition(body.partition_id)
         if partition.version != body.version:
             raise StaleSpecError(f"partition {body.partition_id!r} was registered again")
-        sizes = checked_sizes(body, 0 if place is None else place.size)
+        is_long = is_long_commit(body)
+        sizes = checked_sizes(body, 0 if place is None else place.size, checks_ids=not is_long)
         if place is not None:
             blocks = service.table.add(place, body.fields, body.layouts, sizes)
         request.want = body.want
@@ -52,6 +53,9 @@ def commit(service: ControlService, request: PendingRequest, held: Client, body:
             appends=body.appends,
             finishes=body.finishes,
         )
+        if is_long:
+            service.work.append(PutWork(request, put, service.state.begin_put(put), body.timeout_s))
+            return
         if body.appends:
             check_turns(body, partition.table, service.table.blocks)
         effects = service.state.put(put)
@@ -61,8 +65,62 @@ def commit(service: ControlService, request: PendingRequest, held: Client, body:
         elif place is not None:
             service.storage.free(place)
         raise
+    _carry_out(service, request, effects, body.timeout_s)
+
+
+def is_long_commit(body: wire.Commit) -> bool:
+    """Whether a commit is of so many samples that it is made ready some at a time."""
+    return len(body.ids) > _MANY_SAMPLES and body.finishes and not body.appends
+
+
+class PutWork(LongWork):
+    """A put of very many samples, which is made ready in slices and written in the last one."""
+
+    def __init__(self, request: PendingRequest, put: Put, staging: Staging, timeout_s: float) -> None:
+        super().__init__([request])
+        self._put, self._staging, self._timeout_s = put, staging, timeout_s
+        self._version = staging.partition.version
+        self._refusal: DataPlaneError | None = None
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`~rlplane.service.long_work.LongWork`."""
+        (request,), partition = self.requests, self._staging.partition
+        try:
+            if (
+                service.state.partitions.get(self._put.partition_id) is not partition
+                or partition.version != self._version
+            ):
+                raise StaleSpecError(f"partition {self._put.partition_id!r} is not what it was")
+            if self._refusal is not None:
+                raise self._refusal
+            if not self._staging.is_over:
+                self._staging.make_some_ready()
+                return False
+            written = service.state.put(self._put)
+        except DataPlaneError as error:
+            self.give_up(service)
+            service.send(request, wire.failure_of(error))
+        else:
+            _carry_out(service, request, written, self._timeout_s)
+        self.requests = []  # it is answered, or waits for room as any other
+        return True
+
+    def lose(self, lost: LostRows, refusal: DataPlaneError) -> None:
+        """See :class:`~rlplane.service.long_work.LongWork`."""
+        if not lost.keys().isdisjoint(self._put.blocks.values()):
+            self._refusal = refusal
+
+    def give_up(self, service: ControlService) -> bool:
+        """See :class:`~rlplane.service.long_work.LongWork`."""
+        self._staging.undo()
+        if self._put.blocks:
+            service.table.forget(self._put.blocks.values(), service.storage)
+        return True
+
+
+def _carry_out(service: ControlService, request: PendingRequest, effects: Effects, timeout_s: float) -> None:
     if all(answered is not request for answered, _ in effects.answers):
-        service.set_deadline(request, body.timeout_s)
+        service.set_deadline(request, timeout_s)
     service.carry_out(effects)
 
 

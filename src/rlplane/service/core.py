@@ -122,6 +122,9 @@ class ControlService:
             self.carry_out(self.state.abort(closed, client))
             for waiting in reservations:
                 self.send(waiting.request, wire.failure_of(closed))
+        self._give_up_work(
+            [request for work in self.work for request in work.requests if request.client == client]
+        )
         returned, effects = self.state.release_owner(client)
         if returned:
             level, how = (logging.WARNING, "died") if died else (logging.INFO, "closed")
@@ -370,6 +373,13 @@ class ControlService:
             self.work.append(work)
         self.carry_out(effects)
 
+    def _give_up_work(self, ended: Collection[PendingRequest]) -> None:
+        """Nobody waits for what was begun for these requests. A put is undone; a clear is done all the same,
+        as a short one is."""
+        for work in [work for work in self.work if any(request in ended for request in work.requests)]:
+            if work.give_up(self):
+                self.work.remove(work)
+
     # Places
 
     def retry_reservations(self) -> None:
@@ -451,7 +461,8 @@ class ControlService:
             self._stop_waiting({waiting})
         begun = self._at_work_for(client, number)
         if begun is not None:
-            begun.remembered = False  # it is done all the same, as a short one is
+            begun.remembered = False
+            self._give_up_work([begun])
         for channel, (answered, what) in list(held.granted.items()):
             if answered != number:
                 continue

@@ -19,7 +19,7 @@ __all__ = ["ForkedDump", "ForkedDumps", "run_in_child"]
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 2**22
+_PIECE_BYTES = 2**20
 
 
 def run_in_child(function: Callable[[], None], keep: Collection[int] = ()) -> int:

@@ -53,5 +53,6 @@ class Inbox:
             at = after
         else:
             self._needed = header
-        self._rest += piece[at:]
+        if at < end:
+            self._rest += piece[at:]
         return found

@@ -305,6 +305,7 @@ class _DumpReader(pickle.Unpickler):
         "rlplane.service.block_table",
         "rlplane.service.checkpoints",
         "rlplane.service.clients",
+        "rlplane.service.commits",
         "rlplane.service.core",
         "rlplane.service.dead_rows",
         "rlplane.service.deadlines",

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING
 from rlplane.control.clearing import Clearing
 from rlplane.control.losing import Losing
 from rlplane.control.requests import Effects, LostRows
+from rlplane.errors import DataPlaneError
 from rlplane.service.clients import PendingRequest
-from rlplane.service.commits import StalePlaceError
 from rlplane.service.lost_rows import lost_rows
 from rlplane.storage.places import Loss
 
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["ClearWork", "LongWork", "LossWork"]
+__all__ = ["ClearWork", "LongWork", "LossWork", "StalePlaceError"]
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8192  # blocks or rows that are looked at within some ten milliseconds
+
+
+class StalePlaceError(DataPlaneError):
+    """The place was taken back before the commit; the client reserves and writes anew."""
 
 
 class LongWork(ABC):
@@ -38,6 +42,13 @@ class LongWork(ABC):
     @abstractmethod
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
         """Go on; True when nothing is left to do."""
+
+    def give_up(self, service: ControlService) -> bool:
+        """Nobody waits for it any more; False if it is done to its end all the same."""
+        return False
+
+    def lose(self, lost: LostRows, refusal: DataPlaneError) -> None:  # noqa: B027 - most write nothing
+        """Bytes are gone, perhaps such as it is about to write."""
 
 
 class ClearWork(LongWork):
@@ -79,6 +90,8 @@ class LossWork(LongWork):
         if self._losing is None:
             stale = StalePlaceError("the storage that it was written to has died")
             self._losing = state.begin_lose(self._lost, stale, effects)
+            for work in service.work:
+                work.lose(self._lost, stale)
         left = _AT_ONCE - len(some)
         while left > 0 and not self._losing.is_over:
             left -= state.lose_some(self._losing, left, effects)

@@ -38,7 +38,7 @@ def answer_question(service: ControlService, body: wire.Request) -> wire.Answer:
         case wire.ServiceStatus():
             return wire.Done(status_of(service))
         case wire.ListIds(partition_id):
-            return wire.Done(list(state.partition(partition_id).rows))
+            return wire.Done(state.partition(partition_id).names())
         case wire.Peek(partition_id, where, fields, limit, order):
             batch = state.peek(partition_id, where, fields, limit, order)
             return wire.Claimed(batch.ids, batch.tags)

@@ -244,6 +244,8 @@ def recover(directory: Path, capacity: int, limit: int | None, reserve_for_live:
         about, service_state = state
         recovered.load(About(*about))
         service.load(service_state)
+        for partition in service.state.partitions.values():
+            partition.settle()
     for record in _with_outcomes(records, host, recovered):
         try:
             _repeat(record, recovered)

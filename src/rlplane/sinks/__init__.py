@@ -32,6 +32,7 @@ __all__ = [
     "Sink",
     "SinkSpec",
     "build_sink",
+    "curves",
     "describe_spec",
     "found_nothing",
     "sink_names",
@@ -47,6 +48,13 @@ Record: TypeAlias = Mapping[str, Any]
 def found_nothing(record: Record) -> bool:
     """Whether it is a claim that ran out of time: the plane was empty, and nothing has failed."""
     return bool(record["status"] == "timeout" and record["op"] == "claim_meta")
+
+
+def curves(record: Record) -> dict[str, float]:
+    """What of a record can be plotted over time, by name; nothing of an operation."""
+    if record["kind"] == "transfers":
+        return {f"transfer/{name}": value for name, value in record["figures"].items()}
+    return dict(record["values"]) if record["kind"] in ("scalars", "step", "log") else {}
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ file is opened again, and skipped by :func:`read_records`.
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -119,7 +120,7 @@ def record_files(path: str | os.PathLike[str]) -> list[Path]:
     """The files of a ``jsonl`` sink, oldest first: those that were rotated away, then ``path``."""
     first = Path(path)
     numbers = []
-    for file in first.parent.glob(f"{_escaped(first.name)}.*"):
+    for file in first.parent.glob(f"{glob.escape(first.name)}.*"):
         suffix = file.name.removeprefix(f"{first.name}.")
         if suffix.isdigit():
             numbers.append(int(suffix))
@@ -138,10 +139,6 @@ def read_records(*paths: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 def _numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
 
 
 def _cut_torn_line(file: int) -> None:

@@ -7,7 +7,7 @@ which are bounded; never a sample id, a worker or a run in a name that is kept p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from rlplane.errors import MissingExtraError
@@ -19,143 +19,130 @@ __all__ = ["SnapshotCollector", "render", "start_http"]
 GetSnapshot = Callable[[], MetricsSnapshot | None]
 
 
-class _Counter(NamedTuple):
+class _Family(NamedTuple):
+    """One metric; its labels are some of those of what it is made from. Of a histogram, what lies below
+    ``lowest``, in the series' own unit, counts in the first bucket."""
+
     name: str
+    labels: str
     help: str
-    labels: tuple[str, ...] = ()
+    lowest: float = 0.0
+
+    def made(self, kind: Any) -> Any:
+        return kind(self.name, self.help, labels=self.labels.split())
+
+    def values(self, labels: dict[str, str]) -> list[str]:
+        return [labels.get(name, "") for name in self.labels.split()]
 
 
-class _Histogram(NamedTuple):
-    name: str
-    help: str
-    labels: tuple[str, ...] = ()
-    lowest: float = 0.0  # In the series' own unit: what lies below counts in the first bucket.
-
-
-_COUNTERS: dict[str, _Counter] = {
-    "ops": _Counter("rlplane_operations", "Finished operations.", ("op", "partition")),
-    "op_keys": _Counter("rlplane_operation_samples", "Samples that operations touched.", ("op", "partition")),
-    "op_bytes": _Counter("rlplane_operation_bytes", "Bytes that operations moved.", ("op", "partition")),
-    "op_failures": _Counter(
-        "rlplane_operation_failures", "Operations that raised, timeouts aside.", ("op", "partition")
+_COUNTERS = {
+    "ops": _Family("rlplane_operations", "op partition", "Finished operations."),
+    "op_keys": _Family("rlplane_operation_samples", "op partition", "Samples that operations touched."),
+    "op_bytes": _Family("rlplane_operation_bytes", "op partition", "Bytes that operations moved."),
+    "op_failures": _Family(
+        "rlplane_operation_failures", "op partition", "Operations that raised, timeouts aside."
     ),
-    "op_timeouts": _Counter(
+    "op_timeouts": _Family(
         "rlplane_operation_timeouts",
+        "op partition",
         "Operations that timed out; a claim because too little was there.",
-        ("op", "partition"),
     ),
-    "claim_keys": _Counter("rlplane_claimed_samples", "Samples that claims returned.", ("partition", "task")),
-    "field_bytes": _Counter(
-        "rlplane_field_bytes", "Bytes written, of a tree by leaf.", ("partition", "field")
+    "claim_keys": _Family("rlplane_claimed_samples", "partition task", "Samples that claims returned."),
+    "field_bytes": _Family("rlplane_field_bytes", "partition field", "Bytes written, of a tree by leaf."),
+    "rows_checked": _Family(
+        "rlplane_rows_checked", "partition field", "Rows compared with what was written."
     ),
-    "rows_checked": _Counter(
-        "rlplane_rows_checked", "Rows compared with what was written.", ("partition", "field")
+    "rows_unchecked": _Family(
+        "rlplane_rows_unchecked", "partition field", "Rows read with nothing to compare with."
     ),
-    "rows_unchecked": _Counter(
-        "rlplane_rows_unchecked", "Rows read with nothing to compare with.", ("partition", "field")
+    "rows_mismatched": _Family(
+        "rlplane_rows_mismatched", "partition field", "Rows whose bytes were not those written."
     ),
-    "rows_mismatched": _Counter(
-        "rlplane_rows_mismatched", "Rows whose bytes were not those written.", ("partition", "field")
+    "samples_written": _Family("rlplane_samples_written", "partition", "Samples seen for the first time."),
+    "samples_claimed": _Family("rlplane_samples_claimed", "partition task", "First claims by a task."),
+    "samples_reclaimed": _Family(
+        "rlplane_samples_reclaimed", "partition task", "Claims of a sample that the task had claimed before."
     ),
-    "samples_written": _Counter(
-        "rlplane_samples_written", "Samples seen for the first time.", ("partition",)
+    "samples_cleared": _Family("rlplane_samples_cleared", "partition", "Samples cleared."),
+    "tracked_samples_failed": _Family("rlplane_samples_failed", "partition", "Samples that failed."),
+    "transfers": _Family("rlplane_transfers", "", "Transfers that succeeded."),
+    "transfer_bytes": _Family("rlplane_transfer_bytes", "", "Bytes of transfers that succeeded."),
+    "events": _Family("rlplane_metrics_events", "", "Events that reached the aggregator."),
+    "events_dropped": _Family("rlplane_metrics_events_dropped", "", "Events dropped by full worker queues."),
+    "batches_lost": _Family("rlplane_metrics_batches_lost", "", "Gaps in the workers' batch numbers."),
+    "bad_frames": _Family("rlplane_metrics_bad_frames", "", "Frames that could not be read."),
+    "values_refused": _Family("rlplane_metrics_values_refused", "", "Values that were not numbers to count."),
+    "samples_untracked": _Family(
+        "rlplane_metrics_samples_untracked", "", "Steps of samples beyond the bound."
     ),
-    "samples_claimed": _Counter("rlplane_samples_claimed", "First claims by a task.", ("partition", "task")),
-    "samples_reclaimed": _Counter(
-        "rlplane_samples_reclaimed",
-        "Claims of a sample that the task had claimed before.",
-        ("partition", "task"),
-    ),
-    "samples_cleared": _Counter("rlplane_samples_cleared", "Samples cleared.", ("partition",)),
-    "tracked_samples_failed": _Counter("rlplane_samples_failed", "Samples that failed.", ("partition",)),
-    "transfers": _Counter("rlplane_transfers", "Transfers that succeeded."),
-    "transfer_bytes": _Counter("rlplane_transfer_bytes", "Bytes of transfers that succeeded."),
-    "events": _Counter("rlplane_metrics_events", "Events that reached the aggregator."),
-    "events_dropped": _Counter("rlplane_metrics_events_dropped", "Events dropped by full worker queues."),
-    "batches_lost": _Counter("rlplane_metrics_batches_lost", "Gaps in the workers' batch numbers."),
-    "bad_frames": _Counter("rlplane_metrics_bad_frames", "Frames that could not be read."),
-    "values_refused": _Counter("rlplane_metrics_values_refused", "Values that were not numbers to count."),
-    "samples_untracked": _Counter("rlplane_metrics_samples_untracked", "Steps of samples beyond the bound."),
-    "trigger_failures": _Counter("rlplane_metrics_trigger_failures", "Triggers that raised."),
-    "session_errors": _Counter("rlplane_session_errors", "Errors that the job reported."),
+    "trigger_failures": _Family("rlplane_metrics_trigger_failures", "", "Triggers that raised."),
+    "session_errors": _Family("rlplane_session_errors", "", "Errors that the job reported."),
 }
 # The three failure counters of the transfer statistics, by the label `kind` of the snapshot.
 _TRANSFER_FAILURES = {
-    "transfer": _Counter("rlplane_failed_transfers", "Transfers that failed."),
-    "notification": _Counter("rlplane_failed_notifications", "Completions that could not be announced."),
-    "expired": _Counter("rlplane_expired_requests", "Claims that expired or were given back."),
+    "transfer": _Family("rlplane_failed_transfers", "", "Transfers that failed."),
+    "notification": _Family("rlplane_failed_notifications", "", "Completions that could not be announced."),
+    "expired": _Family("rlplane_expired_requests", "", "Claims that expired or were given back."),
 }
-_HISTOGRAMS: dict[str, _Histogram] = {
-    "op_latency": _Histogram(
-        "rlplane_operation_duration_seconds", "Time of operations, without waiting for others.", ("op",)
+_HISTOGRAMS = {
+    "op_latency": _Family(
+        "rlplane_operation_duration_seconds", "op", "Time of operations, without waiting for others."
     ),
-    "op_wait": _Histogram(
+    "op_wait": _Family(
         "rlplane_operation_wait_seconds",
+        "op partition task",
         "How long those waited that had to: claims for samples, puts for room.",
-        ("op", "partition", "task"),
-        lowest=1e6,
+        1e6,
     ),
-    "written_to_claimed": _Histogram(
-        "rlplane_sample_claim_delay_seconds", "From write to first claim.", ("partition", "task"), lowest=1e6
+    "written_to_claimed": _Family(
+        "rlplane_sample_claim_delay_seconds", "partition task", "From write to first claim.", 1e6
     ),
-    "written_to_cleared": _Histogram(
-        "rlplane_sample_life_seconds", "From write to clear.", ("partition",), lowest=1e6
+    "written_to_cleared": _Family("rlplane_sample_life_seconds", "partition", "From write to clear.", 1e6),
+    "staleness": _Family(
+        "rlplane_sample_staleness_versions", "partition task", "Weight versions behind at the claim."
     ),
-    "staleness": _Histogram(
-        "rlplane_sample_staleness_versions", "Weight versions behind at the claim.", ("partition", "task")
+    "transfer_duration": _Family("rlplane_transfer_duration_seconds", "", "Time to move the bytes."),
+    "transfer_post_duration": _Family(
+        "rlplane_transfer_post_duration_seconds", "", "Time to post a transfer."
     ),
-    "transfer_duration": _Histogram("rlplane_transfer_duration_seconds", "Time to move the bytes."),
-    "transfer_post_duration": _Histogram(
-        "rlplane_transfer_post_duration_seconds", "Time to post a transfer."
-    ),
-    "transfer_size": _Histogram("rlplane_transfer_size_bytes", "Bytes per transfer."),
-    "transfer_descriptors": _Histogram("rlplane_transfer_descriptors_count", "Descriptors per transfer."),
+    "transfer_size": _Family("rlplane_transfer_size_bytes", "", "Bytes per transfer."),
+    "transfer_descriptors": _Family("rlplane_transfer_descriptors_count", "", "Descriptors per transfer."),
 }
-_GAUGES: dict[str, _Counter] = {
-    "bytes_held": _Counter("rlplane_held_bytes", "Bytes held, in all partitions."),
-    "samples_held": _Counter("rlplane_held_samples", "Samples held, in all partitions."),
-    "weight_version": _Counter("rlplane_weight_version", "The newest weight version."),
-    "partition_samples": _Counter("rlplane_partition_samples", "Samples held.", ("partition",)),
-    "partition_bytes": _Counter("rlplane_partition_bytes", "Bytes held.", ("partition",)),
-    "partition_never_cleared": _Counter(
-        "rlplane_partition_never_cleared_samples", "Samples left when the run ended.", ("partition",)
+_GAUGES = {
+    "bytes_held": _Family("rlplane_held_bytes", "", "Bytes held, in all partitions."),
+    "samples_held": _Family("rlplane_held_samples", "", "Samples held, in all partitions."),
+    "weight_version": _Family("rlplane_weight_version", "", "The newest weight version."),
+    "partition_samples": _Family("rlplane_partition_samples", "partition", "Samples held."),
+    "partition_bytes": _Family("rlplane_partition_bytes", "partition", "Bytes held."),
+    "partition_never_cleared": _Family(
+        "rlplane_partition_never_cleared_samples", "partition", "Samples left when the run ended."
     ),
-    "partition_capacity_samples": _Counter(
-        "rlplane_partition_capacity_samples", "Samples that fit.", ("partition",)
+    "partition_capacity_samples": _Family(
+        "rlplane_partition_capacity_samples", "partition", "Samples that fit."
     ),
-    "partition_capacity_bytes": _Counter(
-        "rlplane_partition_capacity_bytes", "Bytes that fit.", ("partition",)
+    "partition_capacity_bytes": _Family("rlplane_partition_capacity_bytes", "partition", "Bytes that fit."),
+    "partition_oldest_age_seconds": _Family(
+        "rlplane_partition_oldest_age_seconds", "partition", "Age of the oldest sample."
     ),
-    "partition_oldest_age_seconds": _Counter(
-        "rlplane_partition_oldest_age_seconds", "Age of the oldest sample.", ("partition",)
-    ),
-    "task_ready": _Counter(
+    "task_ready": _Family(
         "rlplane_task_ready_samples",
+        "partition task",
         "Samples that satisfy the claim that waits, or was made last.",
-        ("partition", "task"),
     ),
-    "task_wanted": _Counter(
-        "rlplane_task_wanted_samples", "Samples that this claim wants.", ("partition", "task")
-    ),
-    "task_claimed": _Counter("rlplane_task_claimed_samples", "Live samples claimed.", ("partition", "task")),
-    "task_waiting": _Counter("rlplane_task_waiting_claims", "Claims that wait.", ("partition", "task")),
+    "task_wanted": _Family("rlplane_task_wanted_samples", "partition task", "Samples that this claim wants."),
+    "task_claimed": _Family("rlplane_task_claimed_samples", "partition task", "Live samples claimed."),
+    "task_waiting": _Family("rlplane_task_waiting_claims", "partition task", "Claims that wait."),
+    "flow_version": _Family("rlplane_flow_weight_version", "partition", "The weight version."),
+    "flow_max_staleness": _Family("rlplane_flow_max_staleness_versions", "partition", "The bound."),
+    "flow_waiting": _Family("rlplane_flow_waiting_prompts", "partition", "Prompts that wait for admission."),
 }
-# Numbers of the flow policy. What only grows is a counter, though the engine's report is where it comes from.
-_FLOW_GAUGES: dict[str, _Counter] = {
-    "flow_version": _Counter("rlplane_flow_weight_version", "The weight version.", ("partition",)),
-    "flow_max_staleness": _Counter("rlplane_flow_max_staleness_versions", "The bound.", ("partition",)),
-    "flow_waiting": _Counter(
-        "rlplane_flow_waiting_prompts", "Prompts that wait for admission.", ("partition",)
+# Numbers of the flow policy that only grow: counters, though the engine's report is where they come from.
+_FLOW_COUNTERS = {
+    "flow_admitted": _Family("rlplane_flow_admitted_prompts", "partition", "Prompts admitted."),
+    "flow_evicted": _Family(
+        "rlplane_flow_evicted_samples", "partition reason", "Samples evicted or given up."
     ),
-}
-_FLOW_COUNTERS: dict[str, _Counter] = {
-    "flow_admitted": _Counter("rlplane_flow_admitted_prompts", "Prompts admitted.", ("partition",)),
-    "flow_evicted": _Counter(
-        "rlplane_flow_evicted_samples", "Samples evicted or given up.", ("partition", "reason")
-    ),
-    "flow_closed_short": _Counter(
-        "rlplane_flow_short_groups", "Groups closed short.", ("partition", "reason")
-    ),
+    "flow_closed_short": _Family("rlplane_flow_short_groups", "partition reason", "Groups closed short."),
 }
 _PEAKS = {
     "bytes_held": ("rlplane_held_peak_bytes", "The most bytes held."),
@@ -164,11 +151,11 @@ _PEAKS = {
 # Of the training steps that were marked, by operation. Each is a sum that only grows; what is left over would
 # not be one, because of rounding.
 _STEP_PARTS = {
-    "count": _Counter("rlplane_step_operations", "Operations in training steps.", ("op",)),
-    "seconds": _Counter("rlplane_step_plane_seconds", "Time of steps in the plane.", ("op",)),
-    "waiting_s": _Counter("rlplane_step_waiting_seconds", "Of it, for samples or room.", ("op",)),
-    "round_trips_s": _Counter("rlplane_step_round_trips_seconds", "Of it, for the service.", ("op",)),
-    "bytes_s": _Counter("rlplane_step_bytes_seconds", "Of it, for moving bytes.", ("op",)),
+    "count": _Family("rlplane_step_operations", "op", "Operations in training steps."),
+    "seconds": _Family("rlplane_step_plane_seconds", "op", "Time of steps in the plane."),
+    "waiting_s": _Family("rlplane_step_waiting_seconds", "op", "Of it, for samples or room."),
+    "round_trips_s": _Family("rlplane_step_round_trips_seconds", "op", "Of it, for the service."),
+    "bytes_s": _Family("rlplane_step_bytes_seconds", "op", "Of it, for moving bytes."),
 }
 # More names than this are not shown: the newest stay.
 _MOST_LOGGED = 200
@@ -223,10 +210,10 @@ class SnapshotCollector:
 
     def _counters(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
         for source, counter in _COUNTERS.items():
-            family = core.CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
+            family = counter.made(core.CounterMetricFamily)
             stats = list(snapshot.counters(source))
             for stat in stats:
-                family.add_metric(_values(counter.labels, stat.labels), float(stat.value))
+                family.add_metric(counter.values(stat.labels), float(stat.value))
             if not stats and not counter.labels:
                 family.add_metric([], 0.0)  # So that an alert on a rate has something to start from.
             yield family
@@ -235,17 +222,12 @@ class SnapshotCollector:
             yield core.CounterMetricFamily(counter.name, counter.help, value=float(value))
 
     def _gauges(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
-        kinds = {**_GAUGES, **_FLOW_GAUGES, **_FLOW_COUNTERS}
-        families = {
-            source: (core.CounterMetricFamily if source in _FLOW_COUNTERS else core.GaugeMetricFamily)(
-                kind.name, kind.help, labels=kind.labels
-            )
-            for source, kind in kinds.items()
-        }
+        known = {**_GAUGES, **_FLOW_COUNTERS}
+        families = {source: one.made(core.GaugeMetricFamily) for source, one in _GAUGES.items()}
+        families |= {source: one.made(core.CounterMetricFamily) for source, one in _FLOW_COUNTERS.items()}
         for stat in snapshot.gauges():
-            gauge = kinds.get(stat.name)
-            if gauge is not None:
-                families[stat.name].add_metric(_values(gauge.labels, stat.labels), float(stat.value))
+            if stat.name in known:
+                families[stat.name].add_metric(known[stat.name].values(stat.labels), float(stat.value))
             if stat.name in _PEAKS and stat.peak is not None:
                 name, text = _PEAKS[stat.name]
                 yield core.GaugeMetricFamily(name, text, value=float(stat.peak))
@@ -253,12 +235,12 @@ class SnapshotCollector:
 
     def _histograms(self, core: Any, snapshot: MetricsSnapshot) -> Iterator[Any]:
         for source, histogram in _HISTOGRAMS.items():
-            family = core.HistogramMetricFamily(histogram.name, histogram.help, labels=histogram.labels)
+            family = histogram.made(core.HistogramMetricFamily)
             for stat in snapshot.series(source):
                 if stat.count and stat.grid_counts:
                     scale = 1e-9 if stat.unit == "ns" else 1.0
                     family.add_metric(
-                        _values(histogram.labels, stat.labels),
+                        histogram.values(stat.labels),
                         list(_buckets(stat, histogram.lowest)),
                         stat.total * scale,
                     )
@@ -273,7 +255,7 @@ class SnapshotCollector:
         ):
             yield core.CounterMetricFamily(name, text, value=float(value))
         for part, counter in _STEP_PARTS.items():
-            family = core.CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
+            family = counter.made(core.CounterMetricFamily)
             for op in totals.ops:
                 family.add_metric([op.op], float(getattr(op, part)))
             yield family
@@ -310,10 +292,6 @@ def _buckets(stat: SeriesStat, lowest: float) -> Iterator[tuple[str, float]]:
         else:
             yield f"{high:g}", below
     yield "+Inf", stat.count
-
-
-def _values(names: Iterable[str], labels: dict[str, str]) -> list[str]:
-    return [labels.get(name, "") for name in names]
 
 
 def render(get_snapshot: GetSnapshot, accept: str = "") -> tuple[bytes, str]:

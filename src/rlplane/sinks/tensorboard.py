@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rlplane.sinks import Record
+from rlplane.sinks import Record, curves
 
 __all__ = ["TensorBoardSink"]
 
@@ -31,26 +31,21 @@ class TensorBoardSink:
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
-            if record["kind"] == "scalars":
-                self._add(record["time"], "rlplane", record["values"])
-            elif record["kind"] in ("step", "log"):
-                self._add(record["time"], "rlplane", record["values"], record["step"])
-            elif record["kind"] == "transfers":
-                self._add(record["time"], "rlplane/transfer", record["figures"])
-
-    def _add(self, when: float, prefix: str, values: dict[str, float], step: int | None = None) -> None:
-        self._step += 1
-        scalars = [
-            self._summary.Value(tag=f"{prefix}/{name}", simple_value=float(value))
-            for name, value in values.items()
-        ]
-        self._writer.add_event(
-            self._event(
-                wall_time=when,
-                step=self._step if step is None else step,
-                summary=self._summary(value=scalars),
+            if not (values := curves(record)):
+                continue
+            self._step += 1
+            step = record.get("step")
+            scalars = [
+                self._summary.Value(tag=f"rlplane/{name}", simple_value=float(value))
+                for name, value in values.items()
+            ]
+            self._writer.add_event(
+                self._event(
+                    wall_time=record["time"],
+                    step=self._step if step is None else step,
+                    summary=self._summary(value=scalars),
+                )
             )
-        )
 
     def close(self) -> None:
         self._writer.close()

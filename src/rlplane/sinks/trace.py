@@ -1,7 +1,7 @@
 """``trace``: a Chrome trace of every operation, which opens in Perfetto, made from the records of ``jsonl``.
 
-The events that an aggregator has written down serve as well. Each process is a process of the trace, and
-each of its threads has one track per partition that it worked on. What is held becomes counters.
+Each process is a process of the trace, and each of its threads has one track per partition that it worked on.
+What is held becomes counters.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class TraceSink:
 
     def close(self) -> None:
         self._records.close()
-        write_trace(record_files(self._records.path), self.path)
+        write_trace(read_records(*record_files(self._records.path)), self.path)
 
 
-def write_trace(records: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> int:
-    """Make a trace of files of records, complete or not at all; returns how many operations it has."""
+def write_trace(records: Iterable[Record], path: str | os.PathLike[str]) -> int:
+    """Make a trace of records, complete or not at all; returns how many operations it has."""
     operations = 0
 
     def write(file: BinaryIO) -> None:
         nonlocal operations
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         separator = b"\n"
-        for event in trace_events(_operations(read_records(*records))):
+        for event in trace_events(records):
             file.write(separator + json.dumps(event, separators=(",", ":")).encode())
             separator = b",\n"
             operations += event["ph"] == "X"
@@ -85,11 +85,7 @@ def trace_events(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
         track = tracks.get(key)
         if track is None:
             track = tracks[key] = len(tracks) + 1
-            label = (
-                f"{record['thread']} · {record['partition_id']}"
-                if record["partition_id"]
-                else record["thread"]
-            )
+            label = " · ".join(filter(None, (record["thread"], record["partition_id"])))
             yield _name("thread_name", pid, track, label)
         yield {
             "name": record["op"],
@@ -106,25 +102,6 @@ def trace_events(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
             }
             | ({"wait_ms": record["wait_ns"] / 1e6} if record.get("wait_ns") else {}),
         }
-
-
-def _operations(lines: Iterable[dict[str, Any]]) -> Iterator[Record]:
-    """Records as they are; and an aggregator's lines, of which each batch begins with who sent it."""
-    sender: dict[str, Any] = {}
-    for line in lines:
-        if "kind" in line:
-            yield line
-        elif line.get("type") == "batch":
-            sender = line
-        elif line.get("type") == "op":
-            yield {
-                **line,
-                "kind": "op",
-                "host": sender["host"],
-                "pid": sender["pid"],
-                "thread": f"{sender['worker']} thread {line['thread_id']}",
-                "error": line["error_class"],
-            }
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

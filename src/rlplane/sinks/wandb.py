@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlplane.sinks import Record
+from rlplane.sinks import Record, curves
 
 __all__ = ["WandbSink"]
 
@@ -38,23 +38,15 @@ class WandbSink:
         for record in records:
             if record["kind"] == "session":
                 self._began = record["time"]
-            values = _values(record)
+            values = curves(record)
+            if record.get("step") is not None:
+                values["step"] = record["step"]
             if values:
                 began = record["time"] if self._began is None else self._began
-                values[f"{_PREFIX}time_s"] = record["time"] - began
-                self._run.log(values, commit=self._owned)
+                values["time_s"] = record["time"] - began
+                named = {_PREFIX + name: value for name, value in values.items()}
+                self._run.log(named, commit=self._owned)
 
     def close(self) -> None:
         if self._owned:
             self._run.finish()
-
-
-def _values(record: Record) -> dict[str, float]:
-    if record["kind"] in ("step", "log"):
-        values = {_PREFIX + name: value for name, value in record["values"].items()}
-        return values if record["step"] is None else {**values, f"{_PREFIX}step": record["step"]}
-    if record["kind"] == "scalars":
-        return {_PREFIX + name: value for name, value in record["values"].items()}
-    if record["kind"] == "transfers":
-        return {f"{_PREFIX}transfer/{name}": value for name, value in record["figures"].items()}
-    return {}

@@ -106,10 +106,6 @@ def encode_columns(
     columns = []
     known: dict[int, _Offsets] = {}
     for name, value in fields.items():
-        if isinstance(value, Tensor) and value.is_meta:
-            raise InvalidRequestError(
-                f"field {name!r} is on the device 'meta': it has a shape and no values that could be written"
-            )
         if type(value) is NestedTensor and name not in enums:
             columns.append(_nested_column(name, value, count, known))
         elif isinstance(value, Tensor):
@@ -177,6 +173,16 @@ def with_offsets_in_layout(column: EncodedColumn) -> EncodedColumn:
     return column._replace(layout=layout, nbytes=layout.nbytes, offsets=None)
 
 
+def _on_host(name: str, values: Tensor) -> Tensor:
+    if values.is_cpu:
+        return values
+    if values.is_meta:
+        raise InvalidRequestError(
+            f"field {name!r} is on the device 'meta': it has a shape and no values that could be written"
+        )
+    return values.cpu()
+
+
 def _check_rows(name: str, got: int, count: int) -> None:
     if got != count:
         raise InvalidRequestError(
@@ -185,8 +191,7 @@ def _check_rows(name: str, got: int, count: int) -> None:
 
 
 def _dense_column(name: str, value: Tensor, count: int) -> EncodedColumn:
-    if not value.is_cpu:
-        value = value.cpu()
+    value = _on_host(name, value)
     _check_rows(name, value.shape[0] if value.ndim else 0, count)
     layout = Layout("dense", dtype_name(name, value), tuple(value.shape[1:]), count, value.nbytes)
     return EncodedColumn(name, layout, layout.nbytes, value)
@@ -229,14 +234,12 @@ def _is_jagged(value: Any) -> bool:
 def _nested_column(name: str, value: Any, count: int, known: dict[int, _Offsets]) -> EncodedColumn:
     if type(value) is NestedTensor and _is_jagged(value):
         # Its parts directly: asking a nested tensor costs tens of microseconds a question.
-        values, given = value._values, value._offsets
+        values, given = _on_host(name, value._values), value._offsets
         checked = known.get(id(given))
         if checked is None:
             # Fields of one batch mostly have the same.
             checked = known[id(given)] = _checked_offsets(name, given, count)
         _, offsets, start, stop = checked
-        if not values.is_cpu:
-            values = values.cpu()
         shape = values.shape
         if start or stop != shape[0]:
             if stop > shape[0]:
@@ -245,7 +248,7 @@ def _nested_column(name: str, value: Any, count: int, known: dict[int, _Offsets]
                 )
             values = values[start:stop]
     else:
-        value = value.detach().cpu()
+        value = _on_host(name, value.detach())
         _check_rows(name, value.size(0), count)
         rows = list(value.unbind()) if count else []
         shapes = {tuple(row.shape[1:]) for row in rows}

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rlplane.async_interface import AsyncDataPlaneClient
-from rlplane.interfaces import (
-    DEFAULT_TIMEOUT_S,
-    DataPlaneClient,
-    KVBatchMeta,
-    PartitionStatus,
-)
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from rlplane.control.policies import FlowPolicy
+from rlplane.interfaces import DataPlaneClient
 
 __all__ = ["BlockingClient", "loop_in_thread"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -33,6 +25,17 @@ def loop_in_thread(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Abs
     loop = asyncio.new_event_loop() if loop is None else loop
     threading.Thread(target=loop.run_forever, name="rlplane-loop", daemon=True).start()
     return loop
+
+
+def _blocking(
+    coroutine: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingClient, P], T]:
+    @wraps(coroutine, updated=())  # or it would be abstract too
+    def method(self: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._wait(getattr(self._client, coroutine.__name__)(*args, **kwargs))
+        return result
+
+    return method
 
 
 class BlockingClient(DataPlaneClient):
@@ -52,170 +55,29 @@ class BlockingClient(DataPlaneClient):
         """The client that does the work."""
         return self._client
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: list[str],
-        num_samples: int,
-        consumer_tasks: list[str],
-        grpo_group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-        *,
-        flow: FlowPolicy | Mapping[str, Any] | None = None,
-        produces: dict[str, list[str]] | None = None,
-    ) -> None:
-        self._wait(
-            self._client.register_partition(
-                partition_id,
-                fields,
-                num_samples,
-                consumer_tasks,
-                grpo_group_size,
-                enums,
-                flow=flow,
-                produces=produces,
-            )
-        )
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: list[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        *,
-        where: Mapping[str, Any] | None = None,
-        max_tokens: int | None = None,
-        order: str | None = None,
-        dp_world: int | None = None,
-        step: str | int | None = None,
-        max_uses: int = 1,
-        repeat_where: Mapping[str, Any] | None = None,
-        split_groups: bool = False,
-    ) -> KVBatchMeta:
-        return self._wait(
-            self._client.claim_meta(
-                partition_id,
-                task_name,
-                required_fields,
-                batch_size,
-                dp_rank,
-                blocking,
-                timeout_s,
-                where=where,
-                max_tokens=max_tokens,
-                order=order,
-                dp_world=dp_world,
-                step=step,
-                max_uses=max_uses,
-                repeat_where=repeat_where,
-                split_groups=split_groups,
-            )
-        )
-
-    def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        return self._wait(self._client.get_data(meta, select_fields))
-
-    def check_consumption_status(self, partition_id: str, task_names: list[str]) -> bool:
-        return self._wait(self._client.check_consumption_status(partition_id, task_names))
-
-    def put_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        must_exist: bool = False,
-    ) -> KVBatchMeta:
-        return self._wait(
-            self._client.put_samples(
-                sample_ids, partition_id, fields, tags, timeout_s=timeout_s, must_exist=must_exist
-            )
-        )
-
-    def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        return self._wait(self._client.get_samples(sample_ids, partition_id, select_fields))
-
-    def clear_samples(self, sample_ids: list[str] | None, partition_id: str) -> None:
-        self._wait(self._client.clear_samples(sample_ids, partition_id))
-
-    def close(self) -> None:
-        self._wait(self._client.close())
-
-    def peek_meta(
-        self,
-        partition_id: str,
-        *,
-        where: Mapping[str, Any] | None = None,
-        fields: list[str] | None = None,
-        limit: int | None = None,
-        order: str | None = None,
-    ) -> KVBatchMeta:
-        return self._wait(
-            self._client.peek_meta(partition_id, where=where, fields=fields, limit=limit, order=order)
-        )
-
-    def advance_version(self, partition_id: str, version: int) -> None:
-        self._wait(self._client.advance_version(partition_id, version))
-
-    def finish_partition(self, partition_id: str) -> None:
-        self._wait(self._client.finish_partition(partition_id))
-
-    def close_group(
-        self, partition_id: str, group: str | int, *, reason: str, fields: list[str] | None = None
-    ) -> int:
-        return self._wait(self._client.close_group(partition_id, group, reason=reason, fields=fields))
-
-    def should_abort(self, sample_ids: list[str], partition_id: str) -> list[str]:
-        return self._wait(self._client.should_abort(sample_ids, partition_id))
-
-    def evicted_meta(self, partition_id: str, *, limit: int | None = None) -> KVBatchMeta:
-        return self._wait(self._client.evicted_meta(partition_id, limit=limit))
-
-    def count(self, partition_id: str, where: Mapping[str, Any] | None = None) -> int:
-        return self._wait(self._client.count(partition_id, where))
-
-    def append_samples(
-        self,
-        sample_ids: list[str],
-        partition_id: str,
-        fields: TensorDict,
-        tags: list[dict[str, Any]] | None = None,
-        *,
-        finish: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> KVBatchMeta:
-        return self._wait(
-            self._client.append_samples(
-                sample_ids, partition_id, fields, tags, finish=finish, timeout_s=timeout_s
-            )
-        )
-
-    def finish_claims(self, meta: KVBatchMeta) -> None:
-        self._wait(self._client.finish_claims(meta))
-
-    def unclaim(self, meta: KVBatchMeta) -> None:
-        self._wait(self._client.unclaim(meta))
-
-    def drop_partition(self, partition_id: str) -> None:
-        self._wait(self._client.drop_partition(partition_id))
-
-    def list_sample_ids(self, partition_id: str) -> list[str]:
-        return self._wait(self._client.list_sample_ids(partition_id))
-
-    def partition_status(self, partition_id: str) -> PartitionStatus:
-        return self._wait(self._client.partition_status(partition_id))
-
-    def save_checkpoint(self, checkpoint_dir: str, *, metadata: Mapping[str, Any] | None = None) -> None:
-        self._wait(self._client.save_checkpoint(checkpoint_dir, metadata=metadata))
-
-    def load_checkpoint(self, checkpoint_dir: str, *, release_claims: bool = False) -> dict[str, Any]:
-        return self._wait(self._client.load_checkpoint(checkpoint_dir, release_claims=release_claims))
+    register_partition = _blocking(AsyncDataPlaneClient.register_partition)
+    claim_meta = _blocking(AsyncDataPlaneClient.claim_meta)
+    get_data = _blocking(AsyncDataPlaneClient.get_data)
+    check_consumption_status = _blocking(AsyncDataPlaneClient.check_consumption_status)
+    put_samples = _blocking(AsyncDataPlaneClient.put_samples)
+    get_samples = _blocking(AsyncDataPlaneClient.get_samples)
+    clear_samples = _blocking(AsyncDataPlaneClient.clear_samples)
+    close = _blocking(AsyncDataPlaneClient.close)
+    peek_meta = _blocking(AsyncDataPlaneClient.peek_meta)
+    advance_version = _blocking(AsyncDataPlaneClient.advance_version)
+    finish_partition = _blocking(AsyncDataPlaneClient.finish_partition)
+    close_group = _blocking(AsyncDataPlaneClient.close_group)
+    should_abort = _blocking(AsyncDataPlaneClient.should_abort)
+    evicted_meta = _blocking(AsyncDataPlaneClient.evicted_meta)
+    count = _blocking(AsyncDataPlaneClient.count)
+    append_samples = _blocking(AsyncDataPlaneClient.append_samples)
+    finish_claims = _blocking(AsyncDataPlaneClient.finish_claims)
+    unclaim = _blocking(AsyncDataPlaneClient.unclaim)
+    drop_partition = _blocking(AsyncDataPlaneClient.drop_partition)
+    list_sample_ids = _blocking(AsyncDataPlaneClient.list_sample_ids)
+    partition_status = _blocking(AsyncDataPlaneClient.partition_status)
+    save_checkpoint = _blocking(AsyncDataPlaneClient.save_checkpoint)
+    load_checkpoint = _blocking(AsyncDataPlaneClient.load_checkpoint)
 
     def _wait(self, call: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()

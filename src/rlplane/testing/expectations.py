@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ __all__ = [
     "equal",
     "expect",
     "has_column",
+    "has_columns",
     "has_samples",
     "is_same",
     "jagged",
@@ -51,9 +52,13 @@ def equal(what: str, got: Any, wanted: Any) -> None:
     expect(is_same(got, wanted), f"{what}: got {got!r:.400}, and it should be {wanted!r:.400}")
 
 
-def has_samples(what: str, meta: KVBatchMeta, wanted: Iterable[str]) -> None:
-    """The claim ``what`` must have these samples in this order."""
+def has_samples(
+    what: str, meta: KVBatchMeta, wanted: Iterable[str], tags: list[dict[str, Any]] | None = None
+) -> None:
+    """The claim ``what`` must have these samples in this order, with these tags if they are given."""
     equal(f"{what} has the samples", meta.sample_ids, list(wanted))
+    if tags is not None:
+        equal(f"{what} has the tags", meta.tags, tags)
 
 
 def refuses(
@@ -151,6 +156,14 @@ def has_column(what: str, batch: TensorDict, field: str, rows: Sequence[Any], la
     equal(f"{what}: the number of rows", len(got), len(rows))
     for index, (row, wanted) in enumerate(zip(got, rows, strict=True)):
         equal(f"{what}, row {index}", row, wanted)
+
+
+def has_columns(
+    what: str, batch: TensorDict, columns: Mapping[str, Sequence[Any] | torch.Tensor], layout: str
+) -> None:
+    """``batch`` must hold these rows in each of these fields, all of one layout."""
+    for field, rows in columns.items():
+        has_column(what, batch, field, list(rows), layout)
 
 
 def is_same(got: Any, wanted: Any) -> bool:

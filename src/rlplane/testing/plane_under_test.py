@@ -106,19 +106,11 @@ class PlaneUnderTest:
         return self._open(make(self.client))
 
     def partition(
-        self,
-        fields: Sequence[str] = ("x",),
-        num_samples: int = MANY,
-        tasks: Sequence[str] = ("train",),
-        *,
-        group_size: int | None = None,
-        enums: dict[str, list[str]] | None = None,
-        client: DataPlaneClient | None = None,
-        flow: FlowPolicy | Mapping[str, Any] | None = None,
+        self, fields: Sequence[str] = ("x",), *args: Any, client: DataPlaneClient | None = None, **how: Any
     ) -> PartitionUnderTest:
-        """A registered partition whose name was never used before."""
+        """A registered partition whose name was never used before; ``register`` has the arguments."""
         made = self.unregistered(client)
-        made.register(fields, num_samples, tasks, group_size=group_size, enums=enums, flow=flow)
+        made.register(fields, *args, **how)
         return made
 
     def unregistered(self, client: DataPlaneClient | None = None) -> PartitionUnderTest:
@@ -245,23 +237,22 @@ class PartitionUnderTest:
             self.name, task, list(required), batch_size, timeout_s=timeout_s, **_only(**how)
         )
 
-    def claim_ready(
-        self,
-        batch_size: int = 1000,
-        *,
-        task: str = "train",
-        required: Sequence[str] = ("x",),
-        **how: Any,
-    ) -> KVBatchMeta:
+    def claim_ready(self, batch_size: int = 1000, **how: Any) -> KVBatchMeta:
         """A claim that does not wait."""
-        return self.client.claim_meta(
-            self.name, task, list(required), batch_size, blocking=False, **_only(**how)
-        )
+        return self.claim(batch_size, blocking=False, **how)
 
     def claim_in_thread(self, batch_size: int, **how: Any) -> PendingCall[KVBatchMeta]:
         """A blocking claim in a thread of its own."""
         claim = self.plane.start(lambda: self.claim(batch_size, **how))
         self._claims.append(claim)
+        return claim
+
+    def waiting_claim(
+        self, batch_size: int, *, among: int = 1, task: str = "train", **how: Any
+    ) -> PendingCall[KVBatchMeta]:
+        """The same, when it waits, and ``among`` claims of the task do."""
+        claim = self.claim_in_thread(batch_size, task=task, **how)
+        self.wait_until_claims_wait(among, task)
         return claim
 
     def wait_until_claims_wait(self, count: int, task: str = "train") -> bool:
@@ -293,6 +284,10 @@ class PartitionUnderTest:
     def clear(self, ids: Iterable[str] | None) -> None:
         """Clear samples."""
         self.client.clear_samples(None if ids is None else list(ids), self.name)
+
+    def status(self) -> dict[str, Any]:
+        """``partition_status``."""
+        return dict(self.client.partition_status(self.name))
 
     def is_consumed(self, *tasks: str) -> bool:
         """``check_consumption_status`` of the tasks."""

@@ -35,14 +35,5 @@ def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
         ) from exc
     from rlplane.testing.random_claims import DataPlaneMachine
 
-    return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(_Constant(factory))})
-
-
-class _Constant:
-    """A function that returns the factory. As a class attribute, the factory itself could become a method."""
-
-    def __init__(self, factory: Any) -> None:
-        self._factory = factory
-
-    def __call__(self) -> Any:
-        return self._factory
+    # In a function: as a class attribute, the factory itself could become a method.
+    return type("DataPlaneMachine", (DataPlaneMachine,), {"factory": staticmethod(lambda: factory)})

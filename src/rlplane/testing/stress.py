@@ -89,7 +89,7 @@ def run_stress(
         worker_cfg: Any = {**cfg, **({"controller_address": address} if address else {})}
         roles = [_produce] * _PRODUCERS + [_score] * _SCORERS + [_train] * _TRAINERS
         workers = [
-            context.Process(target=_work, args=(role.__name__, worker_cfg, number, books), daemon=True)
+            context.Process(target=_work, args=(role, worker_cfg, number, books), daemon=True)
             for number, role in enumerate(roles)
         ]
         for worker in workers:
@@ -180,11 +180,11 @@ class _Worker:
         self._book.close()
 
 
-def _work(role: str, cfg: Any, number: int, books: Path) -> None:
+def _work(role: Callable[[_Worker], None], cfg: Any, number: int, books: Path) -> None:
     torch.set_num_threads(1)
     worker = _Worker(cfg, number, books)
     try:
-        {"_produce": _produce, "_score": _score, "_train": _train}[role](worker)
+        role(worker)
     except DataPlaneError as error:
         worker.note("failed", [type(error).__name__])
     finally:

@@ -8,7 +8,7 @@
 """
 
 from rlplane.transport.codec import TOPIC_FRAME_SIZE, MessageCodec, make_topic
-from rlplane.transport.protocol import MessagePublisher, MessageSubscriber, wait_until_ready
+from rlplane.transport.protocol import MessagePublisher, MessageSubscriber
 from rlplane.transport.pubsub import Pattern, ZmqMessagePublisher, ZmqMessageSubscriber, check_address
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "ZmqMessageSubscriber",
     "check_address",
     "make_topic",
-    "wait_until_ready",
 ]

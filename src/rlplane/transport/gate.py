@@ -85,12 +85,8 @@ def with_token(address: str, token: str | None) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address can only be this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    address = _address(host.strip("[]"))
+    return host == "localhost" or (address is not None and address.is_loopback)
 
 
 class HttpAnswer(NamedTuple):
@@ -147,7 +143,7 @@ class Gate:
         if is_loopback(name) or name in self._names:
             return True
         # An address is no name that somebody could make resolve to this machine.
-        return not self._on_loopback and _is_address(name)
+        return not self._on_loopback and _address(name) is not None
 
     def _move_into_cookie(self, cookie: str, path: str, rest: list[tuple[str, str]]) -> HttpAnswer:
         assert self._token is not None
@@ -209,12 +205,11 @@ def _host_and_port(header: str) -> tuple[str, str]:
     return name.lower(), port
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _read_cookie(header: str, name: str) -> str:

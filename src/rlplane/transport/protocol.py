@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Generic, Self, TypeVar
 
-from rlplane.errors import PlaneConnectionError
 from rlplane.transport.codec import TOPIC_FRAME_SIZE, MessageCodec, join_frame, split_frame
 
-__all__ = ["MessagePublisher", "MessageSubscriber", "wait_until_ready"]
+__all__ = ["MessagePublisher", "MessageSubscriber"]
 
 T = TypeVar("T")
 
@@ -99,15 +97,3 @@ class MessageSubscriber(ABC, Generic[T]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def wait_until_ready(checks: Sequence[tuple[str, Callable[[float], bool]]], timeout_s: float) -> None:
-    """Run named ready checks one after the other under one total deadline.
-
-    Each check gets the seconds that are left and returns whether it is ready. Raises
-    ``PlaneConnectionError`` that names the first one that was not.
-    """
-    deadline = time.monotonic() + timeout_s
-    for name, check in checks:
-        if not check(max(0.0, deadline - time.monotonic())):
-            raise PlaneConnectionError(f"{name} was not ready within {timeout_s:g} s")

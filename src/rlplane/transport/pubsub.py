@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import ipaddress
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +21,11 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from rlplane.errors import ConfigError, PlaneConnectionError
 from rlplane.transport import curve
 from rlplane.transport.codec import MessageCodec
+from rlplane.transport.gate import is_loopback
 from rlplane.transport.protocol import MessagePublisher, MessageSubscriber
 
 __all__ = ["Pattern", "ZmqMessagePublisher", "ZmqMessageSubscriber", "check_address"]
@@ -53,14 +52,13 @@ class ZmqMessagePublisher(MessagePublisher[T]):
     Args:
         codec: Turns messages into frames.
         address: ``ipc://…``, ``inproc://…`` or ``tcp://127.0.0.1:port`` (``:*`` picks a port); or what
-            :meth:`ZmqMessageSubscriber.listen_encrypted` of the other side returned.
+            ``listen_encrypted`` of the other side returned.
         pattern: Who gets a message.
         bind: Whether this side owns the address; by default BROADCAST does, COLLECT does not.
         sndhwm: Messages that wait for one receiver before it loses the next (or, with COLLECT, before
             :meth:`publish` returns False).
         linger: Milliseconds that :meth:`close` leaves for what is still queued.
         resend_last: Give each new subscriber the last message at once (BROADCAST).
-        ready_check: Watch for the connection, for :meth:`wait_until_connected` (COLLECT).
         allow_remote: Permit an address that other machines can reach.
     """
 
@@ -74,7 +72,6 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         sndhwm: int = 16,
         linger: int = 1000,
         resend_last: bool = False,
-        ready_check: bool = False,
         allow_remote: bool = False,
         context: zmq.Context[Any] | None = None,
     ) -> None:
@@ -84,7 +81,6 @@ class ZmqMessagePublisher(MessagePublisher[T]):
         self._last_frame: bytes | None = None
         self._n_subscribers = 0
         self._someone_was_full = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._socket = _Socket(zmq.XPUB if self._broadcast else zmq.PUSH, context)
         raw = self._socket.raw
         raw.setsockopt(zmq.SNDHWM, sndhwm)
@@ -93,7 +89,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
             # VERBOSER: hear every subscription and its end, also the second one of the same topic.
             raw.setsockopt(zmq.XPUB_VERBOSER, 1)
             raw.setsockopt(zmq.XPUB_NODROP, 1)  # So that a full subscriber is noticed.
-        self._socket.open(address, self._broadcast if bind is None else bind, ready_check, allow_remote)
+        self._socket.open(address, self._broadcast if bind is None else bind, allow_remote)
 
     @property
     def address(self) -> str:
@@ -142,6 +138,11 @@ class ZmqMessagePublisher(MessagePublisher[T]):
             return False
         return True
 
+    def listen_encrypted(self, host: str) -> str:
+        """Be reachable at an address of this machine too, for those who have what this returns; see
+        :meth:`ZmqMessageSubscriber.listen_encrypted`."""
+        return self._socket.listen_encrypted(host)
+
     def handle_subscriptions(self) -> None:
         """Take note of who came and went; a newcomer gets the last message when ``resend_last`` is on."""
         if not self._broadcast:
@@ -161,8 +162,7 @@ class ZmqMessagePublisher(MessagePublisher[T]):
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Serve newcomers from ``loop``, between two messages too."""
-        self._loop = loop
-        loop.add_reader(self._socket.fd, self.handle_subscriptions)
+        self._socket.attach(loop, self.handle_subscriptions)
         self.handle_subscriptions()
 
     def wait_for_subscribers(self, count: int, timeout_s: float) -> bool:
@@ -175,18 +175,11 @@ class ZmqMessagePublisher(MessagePublisher[T]):
             self._socket.raw.poll(int(left * 1000) + 1, zmq.POLLIN)
         return True
 
-    def wait_until_connected(self, timeout_s: float) -> bool:
-        """Wait until the other side has answered; needs ``ready_check``."""
-        return self._socket.wait_until_connected(timeout_s)
-
     def set_linger(self, milliseconds: int) -> None:
         """Change how long :meth:`close` leaves for what is still queued."""
         self._socket.raw.setsockopt(zmq.LINGER, milliseconds)
 
     def close(self) -> None:
-        if self._loop is not None and not self._socket.raw.closed:
-            self._loop.remove_reader(self._socket.fd)
-            self._loop = None
         self._socket.close()
 
 
@@ -201,7 +194,6 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         bind: Whether this side owns the address; by default the collector does, a subscriber not.
         rcvhwm: Messages that wait here before the carrier stops reading.
         conflate: Keep only the latest message: right for a viewer, wrong for anything that counts.
-        ready_check: Watch for the connection, for :meth:`wait_until_connected`.
         allow_remote: Permit an address that other machines can reach.
     """
 
@@ -215,7 +207,6 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         bind: bool | None = None,
         rcvhwm: int = 1000,
         conflate: bool = False,
-        ready_check: bool = False,
         allow_remote: bool = False,
         context: zmq.Context[Any] | None = None,
     ) -> None:
@@ -233,7 +224,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         if not collect:
             for topic in topics:
                 raw.setsockopt(zmq.SUBSCRIBE, topic)
-        self._socket.open(address, collect if bind is None else bind, ready_check, allow_remote)
+        self._socket.open(address, collect if bind is None else bind, allow_remote)
 
     @property
     def address(self) -> str:
@@ -244,7 +235,8 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         """Be reachable at an address of this machine too, for those who have what this returns.
 
         It is an address for the other side, with a secret in it: without that nobody gets a message in, or
-        sees one. Raises ``PlaneConnectionError`` when the address cannot be had; the others stay.
+        sees one. One socket of a ZeroMQ context can do this. Raises ``PlaneConnectionError`` when the address
+        cannot be had; the others stay.
         """
         return self._socket.listen_encrypted(host)
 
@@ -268,7 +260,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         What the codec re-raises and what the handler raises goes to ``on_error``; reading goes on.
         """
         self._loop, self._handler, self._on_error = loop, handler, on_error
-        loop.add_reader(self._socket.fd, self._on_readable)
+        self._socket.attach(loop, self._on_readable)
         loop.call_soon(self._on_readable)
 
     def receive_available(self, limit: int = _FRAMES_PER_TURN) -> bool:
@@ -293,14 +285,7 @@ class ZmqMessageSubscriber(MessageSubscriber[T]):
         if self.receive_available() and self._loop is not None:
             self._loop.call_soon(self._on_readable)
 
-    def wait_until_connected(self, timeout_s: float) -> bool:
-        """Wait until the other side has answered; needs ``ready_check``."""
-        return self._socket.wait_until_connected(timeout_s)
-
     def close(self) -> None:
-        if self._loop is not None and not self._socket.raw.closed:
-            self._loop.remove_reader(self._socket.fd)
-            self._loop = None
         self._socket.close()
 
 
@@ -315,38 +300,33 @@ def check_address(address: str, *, allow_remote: bool = False) -> None:
     if parts.scheme != "tcp" or not parts.netloc:
         raise ConfigError(f"address {address!r} must be ipc://PATH, inproc://NAME or tcp://127.0.0.1:PORT")
     host = parts.netloc.rpartition(":")[0].strip("[]")
-    if allow_remote or host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not allow_remote and not is_loopback(host):
         raise ConfigError(
             f"address {address!r} can be reached from other machines; say allow_remote if that is meant"
         )
 
 
 class _Socket:
-    """A ZeroMQ socket with its address and, on request, a watch for its first connection."""
+    """A ZeroMQ socket with its address, its file and its place in a loop."""
 
     def __init__(self, kind: int, context: zmq.Context[Any] | None) -> None:
         self.raw: zmq.Socket[bytes] = (context or zmq.Context.instance()).socket(kind)
         self.address = ""
-        self._monitor: zmq.Socket[Any] | None = None
-        self._connected = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._file: tuple[str, int] | None = None
         self._doorman: curve.Doorman | None = None
 
     @property
-    def fd(self) -> int:
+    def _fd(self) -> int:
         return cast(int, self.raw.getsockopt(zmq.FD))
 
-    def open(self, address: str, bind: bool, ready_check: bool, allow_remote: bool) -> None:
+    def attach(self, loop: asyncio.AbstractEventLoop, on_readable: Callable[[], None]) -> None:
+        self._loop = loop
+        loop.add_reader(self._fd, on_readable)
+
+    def open(self, address: str, bind: bool, allow_remote: bool) -> None:
         try:
             check_address(address, allow_remote=allow_remote or not bind)
-            if ready_check:
-                self._monitor = self.raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             if bind:
                 self.raw.bind(address)
                 self.address = self.raw.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -369,24 +349,10 @@ class _Socket:
         except zmq.ZMQError as exc:
             raise PlaneConnectionError(f"cannot listen on {host}: {exc}") from exc
 
-    def wait_until_connected(self, timeout_s: float) -> bool:
-        if self._monitor is not None:
-            self._connected = bool(self._monitor.poll(int(timeout_s * 1000)))
-            if self._connected:
-                recv_monitor_message(self._monitor)
-                self._stop_monitor()
-        return self._connected
-
-    def _stop_monitor(self) -> None:
-        if self._monitor is not None:
-            # libzmq's own thread writes to the monitor: left unread it could fill up and stall the socket.
-            self.raw.disable_monitor()
-            self._monitor.close()
-            self._monitor = None
-
     def close(self) -> None:
         if not self.raw.closed:
-            self._stop_monitor()
+            if self._loop is not None:
+                self._loop.remove_reader(self._fd)
             self.raw.close()
             if self._doorman is not None:
                 self._doorman.close()

@@ -27,14 +27,19 @@ Row = TypeVar("Row")
 
 
 class Column(NamedTuple, Generic[Row]):
-    """One column. ``value`` sorts, ``text`` is shown, ``style`` may point something out."""
+    """One column. ``value`` sorts; ``form`` of it is shown, unless ``shows`` makes the text from the row;
+    ``style`` may point something out."""
 
     title: str
     width: int
     value: Callable[[Row], Any]
-    text: Callable[[Row], str]
+    form: Callable[[Any], str] = str
     left: bool = False
     style: Callable[[Row], str] = lambda row: ""
+    shows: Callable[[Row], str] | None = None
+
+    def text(self, row: Row) -> str:
+        return self.form(self.value(row)) if self.shows is None else self.shows(row)
 
 
 class LiveTable(ScrollView, Generic[Row], can_focus=True):

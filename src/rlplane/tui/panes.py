@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rlplane.metrics.snapshot import (
     LogLine,
@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 SPARK_WIDTH = 24
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,36 +102,35 @@ def worker_rows(snapshot: MetricsSnapshot) -> list[WorkerRow]:
     ]
 
 
+def _count(title: str, width: int, value: Callable[[Row], int | None], style: str) -> Column[Row]:
+    """A count that stands out, unless it is 0."""
+    return Column(title, width, value, format_count, style=lambda row: style if value(row) else "dim")
+
+
 def op_table() -> LiveTable[OpRow]:
     return LiveTable(
         [
-            Column("operation", 12, lambda row: row.op, lambda row: row.op, left=True),
-            Column("ops/s", 8, lambda row: row.rate, lambda row: format_count(row.rate)),
+            Column("operation", 12, lambda row: row.op, left=True),
+            Column("ops/s", 8, lambda row: row.rate, format_count),
             Column(
                 "last seconds",
                 SPARK_WIDTH,
                 lambda row: row.rate,
-                lambda row: spark(row.recent, SPARK_WIDTH),
                 style=lambda row: "line",
+                shows=lambda row: spark(row.recent, SPARK_WIDTH),
             ),
-            Column("bytes/s", 10, lambda row: row.bytes_rate, lambda row: format_bytes(row.bytes_rate)),
-            Column("p50", 8, lambda row: row.p50, lambda row: format_ns(row.p50)),
-            Column("p90", 8, lambda row: row.p90, lambda row: format_ns(row.p90)),
-            Column("p99", 8, lambda row: row.p99, lambda row: format_ns(row.p99)),
-            Column("count", 8, lambda row: row.count, lambda row: format_count(row.count)),
-            Column("waited", 8, lambda row: row.wait, lambda row: format_ns(row.wait)),
-            Column(
-                "failed",
-                7,
-                lambda row: row.failures,
-                lambda row: format_count(row.failures),
-                style=lambda row: "bad" if row.failures else "dim",
-            ),
+            Column("bytes/s", 10, lambda row: row.bytes_rate, format_bytes),
+            Column("p50", 8, lambda row: row.p50, format_ns),
+            Column("p90", 8, lambda row: row.p90, format_ns),
+            Column("p99", 8, lambda row: row.p99, format_ns),
+            Column("count", 8, lambda row: row.count, format_count),
+            Column("waited", 8, lambda row: row.wait, format_ns),
+            _count("failed", 7, lambda row: row.failures, "bad"),
             Column(
                 "timeouts",
                 8,
                 lambda row: row.timeouts,
-                lambda row: format_count(row.timeouts),
+                format_count,
                 # A claim that finds nothing in time is nothing bad.
                 style=lambda row: "warn" if row.timeouts and row.op != "claim_meta" else "dim",
             ),
@@ -141,22 +142,13 @@ def op_table() -> LiveTable[OpRow]:
     )
 
 
-def _fill_text(part: PartitionStat) -> str:
-    share = fill_of(part)
+def _fill_text(share: float | None) -> str:
     return "" if share is None else f"{bar(share, 8)} {format_percent(share):>4}"
 
 
 def _fill_style(part: PartitionStat) -> str:
     share = fill_of(part) or 0.0
     return "bad" if share > 0.9 else "warn" if share > 0.7 else "line"
-
-
-def _if_known(name: str, form: Callable[[int | None], str]) -> Callable[[PartitionStat], str]:
-    return lambda part: form(getattr(part, name) if part.known else None)
-
-
-def _if_tracked(name: str) -> Callable[[PartitionStat], str]:
-    return lambda part: format_count(getattr(part, name) if part.tracked else None)
 
 
 def _waiting(part: PartitionStat) -> int | None:
@@ -173,19 +165,23 @@ def _tasks_text(part: PartitionStat) -> str:
 
 
 def partition_table() -> LiveTable[PartitionStat]:
+    def if_known(name: str, form: Callable[[int | None], str]) -> Callable[[PartitionStat], str]:
+        return lambda part: form(getattr(part, name) if part.known else None)
+
+    def if_tracked(name: str) -> Callable[[PartitionStat], str]:
+        return lambda part: format_count(getattr(part, name) if part.tracked else None)
+
     return LiveTable(
         [
-            Column("partition", 14, lambda part: part.partition, lambda part: part.partition, left=True),
-            Column("samples", 8, lambda part: part.samples, _if_known("samples", format_count)),
-            Column("bytes", 9, lambda part: part.bytes, _if_known("bytes", format_bytes)),
+            Column("partition", 14, lambda part: part.partition, left=True),
+            Column("samples", 8, lambda part: part.samples, shows=if_known("samples", format_count)),
+            Column("bytes", 9, lambda part: part.bytes, shows=if_known("bytes", format_bytes)),
             Column("full", 13, fill_of, _fill_text, style=_fill_style),
-            Column("waiting", 7, _waiting, lambda part: format_count(_waiting(part))),
-            Column(
-                "oldest", 8, lambda part: part.oldest_age_s, lambda part: format_duration(part.oldest_age_s)
-            ),
-            Column("written", 8, lambda part: part.written, _if_tracked("written")),
-            Column("cleared", 8, lambda part: part.cleared, _if_tracked("cleared")),
-            Column("each task: ready/claimed/waiting", 46, _tasks_text, _tasks_text, left=True),
+            Column("waiting", 7, _waiting, format_count),
+            Column("oldest", 8, lambda part: part.oldest_age_s, format_duration),
+            Column("written", 8, lambda part: part.written, shows=if_tracked("written")),
+            Column("cleared", 8, lambda part: part.cleared, shows=if_tracked("cleared")),
+            Column("each task: ready/claimed/waiting", 46, _tasks_text, left=True),
         ],
         key=lambda part: part.partition,
         sort="samples",
@@ -198,20 +194,14 @@ def task_table() -> LiveTable[tuple[TaskStat, float, float | None, float | None,
     """One partition's tasks: the stat, claims per second, delay p50 and p99 in ns, staleness p90."""
     return LiveTable(
         [
-            Column("task", 16, lambda row: row[0].task, lambda row: row[0].task, left=True),
-            Column("ready", 9, lambda row: row[0].ready, lambda row: format_count(row[0].ready)),
-            Column("claimed", 9, lambda row: row[0].claimed, lambda row: format_count(row[0].claimed)),
-            Column(
-                "waiting",
-                9,
-                lambda row: row[0].waiting,
-                lambda row: format_count(row[0].waiting),
-                style=lambda row: "warn" if row[0].waiting else "dim",
-            ),
-            Column("claims/s", 9, lambda row: row[1], lambda row: format_count(row[1])),
-            Column("delay p50", 10, lambda row: row[2], lambda row: format_ns(row[2])),
-            Column("delay p99", 10, lambda row: row[3], lambda row: format_ns(row[3])),
-            Column("stale p90", 9, lambda row: row[4], lambda row: format_count(row[4])),
+            Column("task", 16, lambda row: row[0].task, left=True),
+            Column("ready", 9, lambda row: row[0].ready, format_count),
+            Column("claimed", 9, lambda row: row[0].claimed, format_count),
+            _count("waiting", 9, lambda row: row[0].waiting, "warn"),
+            Column("claims/s", 9, lambda row: row[1], format_count),
+            Column("delay p50", 10, lambda row: row[2], format_ns),
+            Column("delay p99", 10, lambda row: row[3], format_ns),
+            Column("stale p90", 9, lambda row: row[4], format_count),
         ],
         key=lambda row: row[0].task,
         empty="this partition has no consumer task",
@@ -222,37 +212,22 @@ def task_table() -> LiveTable[tuple[TaskStat, float, float | None, float | None,
 def worker_table() -> LiveTable[WorkerRow]:
     return LiveTable(
         [
-            Column("worker", 18, lambda row: row.stat.worker, lambda row: row.stat.worker, left=True),
-            Column("role", 10, lambda row: row.stat.role, lambda row: row.stat.role, left=True),
-            Column("host", 12, lambda row: row.stat.host, lambda row: row.stat.host, left=True),
-            Column("pid", 8, lambda row: row.stat.pid, lambda row: str(row.stat.pid)),
+            Column("worker", 18, lambda row: row.stat.worker, left=True),
+            Column("role", 10, lambda row: row.stat.role, left=True),
+            Column("host", 12, lambda row: row.stat.host, left=True),
+            Column("pid", 8, lambda row: row.stat.pid),
             Column(
                 "state",
                 7,
                 lambda row: row.stat.state,
-                lambda row: row.stat.state,
                 style=lambda row: {"silent": "bad", "gone": "dim"}.get(row.stat.state, ""),
             ),
-            Column("ops/s", 8, lambda row: row.stat.rate, lambda row: format_count(row.stat.rate)),
-            Column(
-                "bytes/s", 10, lambda row: row.stat.bytes_rate, lambda row: format_bytes(row.stat.bytes_rate)
-            ),
-            Column("ops", 8, lambda row: row.stat.ops, lambda row: format_count(row.stat.ops)),
-            Column(
-                "errors",
-                7,
-                lambda row: row.stat.failures,
-                lambda row: format_count(row.stat.failures),
-                style=lambda row: "bad" if row.stat.failures else "dim",
-            ),
-            Column(
-                "dropped",
-                7,
-                lambda row: row.stat.dropped,
-                lambda row: format_count(row.stat.dropped),
-                style=lambda row: "warn" if row.stat.dropped else "dim",
-            ),
-            Column("last seen", 9, lambda row: row.seen_s, lambda row: format_age(row.seen_s)),
+            Column("ops/s", 8, lambda row: row.stat.rate, format_count),
+            Column("bytes/s", 10, lambda row: row.stat.bytes_rate, format_bytes),
+            Column("ops", 8, lambda row: row.stat.ops, format_count),
+            _count("errors", 7, lambda row: row.stat.failures, "bad"),
+            _count("dropped", 7, lambda row: row.stat.dropped, "warn"),
+            Column("last seen", 9, lambda row: row.seen_s, format_age),
         ],
         key=lambda row: row.stat.worker,
         sort="ops/s",
@@ -264,30 +239,25 @@ def worker_table() -> LiveTable[WorkerRow]:
 def sample_table() -> LiveTable[SampleAge]:
     return LiveTable(
         [
-            Column("sample", 24, lambda sample: sample.sample_id, lambda sample: sample.sample_id, left=True),
-            Column(
-                "partition", 16, lambda sample: sample.partition, lambda sample: sample.partition, left=True
-            ),
-            Column("age", 9, lambda sample: sample.age_s, lambda sample: format_duration(sample.age_s)),
-            Column("written by", 18, lambda sample: sample.worker, lambda sample: sample.worker, left=True),
+            Column("sample", 24, lambda sample: sample.sample_id, left=True),
+            Column("partition", 16, lambda sample: sample.partition, left=True),
+            Column("age", 9, lambda sample: sample.age_s, format_duration),
+            Column("written by", 18, lambda sample: sample.worker, left=True),
             Column(
                 "claimed by",
                 28,
                 lambda sample: len(sample.claimed_by),
-                lambda sample: ", ".join(sample.claimed_by) or "–",
                 left=True,
+                shows=lambda sample: ", ".join(sample.claimed_by) or "–",
             ),
             Column(
-                "version",
-                8,
-                lambda sample: sample.weight_version,
-                lambda sample: "–" if sample.weight_version is None else str(sample.weight_version),
+                "version", 8, lambda sample: sample.weight_version, lambda it: "–" if it is None else str(it)
             ),
             Column(
                 "failed",
                 6,
                 lambda sample: sample.failed,
-                lambda sample: "yes" if sample.failed else "",
+                lambda failed: "yes" if failed else "",
                 style=lambda sample: "bad",
             ),
         ],
@@ -299,8 +269,8 @@ def sample_table() -> LiveTable[SampleAge]:
 
 
 def log_table() -> LiveTable[LogLine]:
-    def clock(line: LogLine) -> str:
-        return time.strftime("%H:%M:%S", time.localtime(line.time_ns / 1e9))
+    def clock(time_ns: int) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(time_ns / 1e9))
 
     def message(line: LogLine) -> str:
         return f"{line.message} ({line.count} times)" if line.count > 1 else line.message
@@ -311,11 +281,9 @@ def log_table() -> LiveTable[LogLine]:
     return LiveTable(
         [
             Column("time", 9, lambda line: line.time_ns, clock),
-            Column("level", 8, lambda line: line.level, lambda line: line.level, style=level),
-            Column(
-                "worker", 18, lambda line: line.worker, lambda line: line.worker or "aggregator", left=False
-            ),
-            Column("message", 60, lambda line: line.message, message, left=True, style=level),
+            Column("level", 8, lambda line: line.level, style=level),
+            Column("worker", 18, lambda line: line.worker, lambda worker: worker or "aggregator"),
+            Column("message", 60, lambda line: line.message, left=True, style=level, shows=message),
         ],
         key=lambda line: f"{line.time_ns}{line.worker}{line.message}",
         sort="time",

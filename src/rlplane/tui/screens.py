@@ -15,7 +15,7 @@ from textual.widgets import Footer, Static
 
 from rlplane.errors import ConfigError
 from rlplane.metrics.events import FlowStat
-from rlplane.metrics.snapshot import MetricsSnapshot, SeriesStat
+from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.report import Report, render_text
 from rlplane.tui.panes import sample_table, task_table
 from rlplane.tui.sparks import bar
@@ -67,29 +67,26 @@ class PartitionScreen(Screen[None]):
             flow.update(Text(f"{printable(self.partition)} is not in the run any more"))
             return
         flow.update(_describe(picture, snapshot))
-        tasks = self.query_one("#tasks")
         part = next(part for part in snapshot.partitions if part.partition == self.partition)
         rates = {task.task: task.rate for task in picture.tasks}
-        rows = []
-        for task in part.tasks:
-            delay = _of(snapshot, "written_to_claimed", self.partition, task.task)
-            stale = _of(snapshot, "staleness", self.partition, task.task)
-            rows.append(
-                (
-                    task,
-                    rates.get(task.task, 0.0),
-                    delay.percentiles.get("p50") if delay else None,
-                    delay.percentiles.get("p99") if delay else None,
-                    stale.percentiles.get("p90") if stale else None,
-                )
+
+        def percentile(series: str, task: str, name: str) -> float | None:
+            found = next(snapshot.series(series, partition=self.partition, task=task), None)
+            return None if found is None else found.percentiles.get(name)
+
+        rows = [
+            (
+                task,
+                rates.get(task.task, 0.0),
+                percentile("written_to_claimed", task.task, "p50"),
+                percentile("written_to_claimed", task.task, "p99"),
+                percentile("staleness", task.task, "p90"),
             )
-        tasks.set_rows(rows)  # type: ignore[attr-defined]
+            for task in part.tasks
+        ]
+        self.query_one("#tasks").set_rows(rows)  # type: ignore[attr-defined]
         own = [sample for sample in snapshot.oldest if sample.partition == self.partition]
         self.query_one("#samples").set_rows(own)  # type: ignore[attr-defined]
-
-
-def _of(snapshot: MetricsSnapshot, name: str, partition: str, task: str) -> SeriesStat | None:
-    return next(snapshot.series(name, partition=partition, task=task), None)
 
 
 def _describe(picture: FlowPicture, snapshot: MetricsSnapshot) -> Text:

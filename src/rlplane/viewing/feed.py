@@ -1,4 +1,5 @@
-"""Where a viewer's snapshots come from: an address, a finished run's directory, or whatever runs here.
+"""Where a viewer's snapshots come from: an address, a finished run's directory, or whatever runs here or,
+when nothing does, elsewhere.
 
 A :class:`RunFeed` finds a run, subscribes to it and goes on through everything that can happen meanwhile: no
 run yet, an aggregator that restarts or dies, a run that ends, a new one that starts. It never guesses
@@ -13,16 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from rlplane.errors import ConfigError
 from rlplane.metrics.discovery import RunInfo, list_runs
 from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME, read_final_snapshot
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
+from rlplane.transport.curve import without_secret
 from rlplane.viewing.units import format_duration
 
-__all__ = ["HOW_TO_BE_SEEN", "FeedStatus", "RunFeed", "read_run"]
+__all__ = ["HOW_TO_BE_SEEN", "Elsewhere", "FeedStatus", "RunFeed", "read_run"]
 
 HOW_TO_BE_SEEN = 'a job is seen when its config has "observability": {"enabled": True}'
 
@@ -31,6 +33,16 @@ _STALE_TICKS = 6.0
 _STALE_AT_LEAST_S = 3.0
 
 FeedState = Literal["searching", "waiting", "live", "stale", "ended"]
+
+
+class Elsewhere(Protocol):
+    """Knows the runs of other machines. It is asked often, and answers at once with what it knows."""
+
+    def runs(self) -> list[RunInfo]:
+        """Those that go on now."""
+
+    def where(self) -> str:
+        """Where it looks, this machine included, such as ``on this machine or in its Ray cluster``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +86,16 @@ class RunFeed:
     Args:
         target: An address (``ipc://…``, ``tcp://…``), the directory of a finished run, or None for the
             newest run of this machine, and the next one when that has ended.
+        elsewhere: Where to look, without a target, while nothing runs on this machine.
 
     Raises:
         ConfigError: The target is neither.
     """
 
-    def __init__(self, target: str | None = None) -> None:
+    def __init__(self, target: str | None = None, elsewhere: Elsewhere | None = None) -> None:
         self._target = target
+        self._elsewhere = elsewhere
+        self._is_far = False
         self._changed = threading.Condition()
         self._latest: MetricsSnapshot | None = None
         self._version = 0
@@ -127,19 +142,19 @@ class RunFeed:
     def status(self) -> FeedStatus:
         """What is being looked at, and how old it is."""
         latest, received = self._latest, self._received_at
-        source = self._run.snapshot_address if self._run is not None else self._target or ""
+        source = without_secret(self._run.snapshot_address if self._run is not None else self._target or "")
         if latest is None or received is None:
             if self._target is None and self._run is None:
-                return FeedStatus("searching", f"no run found on this machine yet: {HOW_TO_BE_SEEN}", source)
+                where = self._elsewhere.where() if self._elsewhere is not None else "on this machine"
+                return FeedStatus("searching", f"no run found {where} yet: {HOW_TO_BE_SEEN}", source)
             return FeedStatus("waiting", f"waiting for the first picture from {source}", source)
         age = time.monotonic() - received
         if latest.state.is_final:
             return FeedStatus("ended", f"the run has ended: {latest.state.value}", source, age)
-        limit = max(_STALE_AT_LEAST_S, _STALE_TICKS / latest.refresh_hz if latest.refresh_hz else 0.0)
         if self._gone:
             text = f"the aggregator is gone; this picture is {format_duration(age)} old"
             return FeedStatus("stale", text, source, age)
-        if age > limit:
+        if not self._is_fresh():
             return FeedStatus("stale", f"no news for {format_duration(age)}", source, age)
         return FeedStatus("live", "live", source, age)
 
@@ -163,11 +178,16 @@ class RunFeed:
 
     def _poll(self) -> None:
         """Is the run still there, and is there a newer one to go to?"""
-        runs = list_runs()
+        runs, far = list_runs(), []
+        if self._elsewhere is not None and (not runs or self._is_far):
+            far = self._elsewhere.runs()
+            runs = sorted([*runs, *far], key=lambda run: -run.started_ns)
         current = self._run
         if current is not None:
             alive = any(run.pid == current.pid and run.started_ns == current.started_ns for run in runs)
             ended = self._latest is not None and self._latest.state.is_final
+            # Who knows of a run elsewhere may be out of reach for a while: its pictures come all the same.
+            alive = alive or (self._is_far and self._is_fresh())
             self._gone = not alive
             if not alive and not ended and self._recover(current):
                 ended = True
@@ -175,8 +195,16 @@ class RunFeed:
                 return
             runs = [run for run in runs if run.started_ns > current.started_ns]
         if runs:
-            self._run, self._gone = runs[0], False
+            self._run, self._gone, self._is_far = runs[0], False, runs[0] in far
             self._subscribe(runs[0].snapshot_address)
+
+    def _is_fresh(self) -> bool:
+        """Whether pictures come as often as the run said."""
+        latest, received = self._latest, self._received_at
+        if latest is None or received is None:
+            return False
+        limit = max(_STALE_AT_LEAST_S, _STALE_TICKS / latest.refresh_hz if latest.refresh_hz else 0.0)
+        return time.monotonic() - received <= limit
 
     def _recover(self, run: RunInfo) -> bool:
         """The last frame may have been missed: the file has it too."""

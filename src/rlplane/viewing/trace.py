@@ -8,11 +8,10 @@ from typing import Any
 
 import msgspec
 
-from rlplane.atomic_file import write_atomically
 from rlplane.metrics.event_logger import read_event_log
 from rlplane.metrics.events import WorkerHello
-from rlplane.sinks.jsonl import record_files
-from rlplane.sinks.trace import trace_events, write_trace
+from rlplane.sinks.jsonl import read_records, record_files
+from rlplane.sinks.trace import write_trace
 
 __all__ = ["EVENTS_NAME", "find_records", "write_run_trace"]
 
@@ -32,11 +31,8 @@ def write_run_trace(sources: list[Path], out: Path) -> int:
     """Write the trace of what :func:`find_records` found; returns how many operations it has."""
     from_aggregator = [path for path in sources if _is_from_aggregator(path)]
     if not from_aggregator:
-        return write_trace(sources, out)
-    events = list(trace_events(record for path in from_aggregator for record in _records(path)))
-    content = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events})
-    write_atomically(out.absolute(), content)
-    return sum(event["ph"] == "X" for event in events)
+        return write_trace(read_records(*sources), out)
+    return write_trace((record for path in from_aggregator for record in _records(path)), out)
 
 
 def _is_from_aggregator(path: Path) -> bool:
@@ -58,20 +54,9 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 names[batch.worker] = f"{event.role} · {batch.worker}"
         for op in batch.op_records():
             yield {
+                **msgspec.structs.asdict(op),
                 "kind": "op",
                 "host": names.get(batch.worker, batch.worker),
-                "pid": batch.pid,
                 "thread": f"thread {op.thread_id}",
-                "thread_id": op.thread_id,
-                "partition_id": op.partition_id,
-                "op": op.op,
-                "start_ns": op.start_ns,
-                "wall_ns": op.wall_ns,
-                "wait_ns": op.wait_ns,
-                "n_keys": op.n_keys,
-                "n_bytes": op.n_bytes,
-                "status": op.status,
-                "task": op.task,
                 "error": op.error_class,
-                "error_message": op.error_message,
             }

@@ -33,7 +33,7 @@ from rlplane.viewing.feed import RunFeed
 from rlplane.viewing.runs import figures_of, finished_runs, read_finished
 from rlplane.web.broadcast import Broadcast
 from rlplane.web.guard import Guard, GuardedProtocol
-from rlplane.web.view import make_view, status_view
+from rlplane.web.view import make_view
 
 __all__ = ["DEFAULT_PORT", "DashboardServer", "listen", "make_app", "serve_dashboard"]
 
@@ -67,7 +67,7 @@ def make_app(feed: RunFeed, gate: Gate) -> Starlette:
     async def view(_: Request) -> Response:
         snapshot = feed.latest
         status = feed.status()
-        return _json(make_view(snapshot, status) if snapshot is not None else {"feed": status_view(status)})
+        return _json(make_view(snapshot, status) if snapshot is not None else {"feed": status})
 
     async def history(request: Request) -> Response:
         try:

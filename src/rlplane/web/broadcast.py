@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.viewing.feed import FeedStatus, RunFeed
 from rlplane.viewing.history import History, HistoryPoint, as_columns
-from rlplane.web.view import make_view, status_view
+from rlplane.web.view import make_view
 
 __all__ = ["Broadcast"]
 
@@ -68,12 +68,14 @@ class Broadcast:
         if snapshot is not None and self._is_new and now - self._sent_at >= interval:
             self._sent_at, self._is_new = now, False
             if self._listeners:
-                self._send(self._picture(snapshot))
+                message = self._picture(snapshot, self._pending)
+                self._size = len(message)
+                self._send(message)
             self._pending.clear()
         status = self.feed.status()
         if status.state != self._status.state or now - self._status_at >= _STATUS_EVERY_S:
             self._status, self._status_at = status, now
-            self._send(_event("status", msgspec.json.encode(status_view(status))))
+            self._send(_event("status", status))
 
     def catch_up(self) -> None:
         """Take what has arrived into the history. Call it on the loop before reading that."""
@@ -91,12 +93,9 @@ class Broadcast:
             while len(self.finished) > _MAX_FINISHED_RUNS:
                 self.finished.popitem(last=False)
 
-    def _picture(self, snapshot: MetricsSnapshot) -> bytes:
+    def _picture(self, snapshot: MetricsSnapshot, points: Sequence[HistoryPoint]) -> bytes:
         view = make_view(snapshot, self.feed.status())
-        view["points"] = as_columns(self._pending)
-        message = _event("view", msgspec.json.encode(view))
-        self._size = len(message)
-        return message
+        return _event("view", {**view, "points": as_columns(points)})
 
     def _send(self, message: bytes) -> None:
         for listener in self._listeners:
@@ -112,10 +111,8 @@ class Broadcast:
             self.catch_up()
             snapshot = self.feed.latest
             if snapshot is not None:
-                view = make_view(snapshot, self.feed.status())
-                view["points"] = as_columns([])
-                yield _event("view", msgspec.json.encode(view))
-            yield _event("status", msgspec.json.encode(status_view(self.feed.status())))
+                yield self._picture(snapshot, [])
+            yield _event("status", self.feed.status())
             while not self._closing:
                 message = await queue.get()
                 if message:
@@ -131,6 +128,6 @@ def _offer(queue: asyncio.Queue[bytes], message: bytes) -> None:
     queue.put_nowait(message)
 
 
-def _event(name: str, payload: bytes) -> bytes:
+def _event(name: str, content: object) -> bytes:
     # JSON has no raw newline, so one data line is enough.
-    return b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

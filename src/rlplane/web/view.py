@@ -19,28 +19,22 @@ from rlplane.metrics.snapshot import (
     WorkerStat,
 )
 from rlplane.viewing.feed import FeedStatus
-from rlplane.viewing.flow import FlowPicture, flows
+from rlplane.viewing.flow import flows
 from rlplane.viewing.grid import full_counts, percentile, sum_counts
 from rlplane.viewing.health import findings, health
 from rlplane.viewing.operations import by_operation
 from rlplane.viewing.runs import figures_of
 
-__all__ = ["VIEW_VERSION", "make_view", "status_view"]
+__all__ = ["VIEW_VERSION", "make_view"]
 
 VIEW_VERSION = 1
 _MAX_FLOWS = 256
 _MAX_FIELD_ROWS = 500
 
 
-def status_view(status: FeedStatus) -> dict[str, Any]:
-    """What the page says about its source."""
-    return {"state": status.state, "text": status.text, "source": status.source, "age_s": status.age_s}
-
-
 def make_view(snapshot: MetricsSnapshot, status: FeedStatus) -> dict[str, Any]:
-    """Everything that the page shows about this moment."""
+    """Everything that the page shows about this moment, to be encoded by msgspec."""
     found = findings(snapshot)
-    pictures = flows(snapshot)
     return {
         "version": VIEW_VERSION,
         "run": {
@@ -54,14 +48,11 @@ def make_view(snapshot: MetricsSnapshot, status: FeedStatus) -> dict[str, Any]:
             "seq": snapshot.seq,
             "exact": snapshot.exact,
         },
-        "feed": status_view(status),
-        "health": {
-            "level": health(found),
-            "findings": [{"level": finding.level, "text": finding.text} for finding in found],
-        },
+        "feed": status,
+        "health": {"level": health(found), "findings": found},
         "totals": _totals(snapshot),
         "ops": _ops(snapshot),
-        "flows": [_flow(picture) for picture in pictures[:_MAX_FLOWS]],
+        "flows": flows(snapshot)[:_MAX_FLOWS],
         "partitions": [_partition(part) for part in snapshot.partitions],
         "workers": [_worker(worker, snapshot.time_ns) for worker in snapshot.workers],
         "fields": [
@@ -94,22 +85,28 @@ def make_view(snapshot: MetricsSnapshot, status: FeedStatus) -> dict[str, Any]:
     }
 
 
+def _pick(source: object, *names: str) -> dict[str, Any]:
+    """These attributes by name; None for all of them where there is no source."""
+    return {name: None if source is None else getattr(source, name) for name in names}
+
+
 def _totals(snapshot: MetricsSnapshot) -> dict[str, Any]:
     gauges = {stat.name: stat for stat in snapshot.gauges() if not stat.labels}
     stale = sum_counts(map(full_counts, snapshot.series("staleness")))
     latency = sum_counts(map(full_counts, snapshot.series("op_latency")))
     tracked = any(part.tracked for part in snapshot.partitions)
+    counted: dict[str, float | None] = {}
+    for name, counters, known in (
+        ("ops", ["ops"], True),
+        ("bytes", ["op_bytes"], True),
+        ("written", ["samples_written"], tracked),
+        ("cleared", ["samples_cleared"], tracked),
+        ("failures", ["op_failures", "transfer_failures"], True),
+    ):
+        counted[name] = sum(map(snapshot.total, counters)) if known else None
+        counted[f"{name}_rate"] = sum(map(snapshot.rate, counters)) if known else None
     return {
-        "ops": snapshot.total("ops"),
-        "ops_rate": snapshot.rate("ops"),
-        "bytes": snapshot.total("op_bytes"),
-        "bytes_rate": snapshot.rate("op_bytes"),
-        "written": snapshot.total("samples_written") if tracked else None,
-        "written_rate": snapshot.rate("samples_written") if tracked else None,
-        "cleared": snapshot.total("samples_cleared") if tracked else None,
-        "cleared_rate": snapshot.rate("samples_cleared") if tracked else None,
-        "failures": snapshot.total("op_failures") + snapshot.total("transfer_failures"),
-        "failures_rate": snapshot.rate("op_failures") + snapshot.rate("transfer_failures"),
+        **counted,
         "timeouts": snapshot.total("op_timeouts"),
         "dropped": snapshot.total("events_dropped"),
         "in_flight": snapshot.n_in_flight,
@@ -184,39 +181,9 @@ def _ops(snapshot: MetricsSnapshot) -> list[dict[str, Any]]:
 
 def _distribution(stat: SeriesStat) -> dict[str, Any]:
     return {
-        "count": stat.count,
-        "mean": stat.mean,
-        "min": stat.min,
-        "max": stat.max,
-        "percentiles": stat.percentiles,
+        **_pick(stat, "count", "mean", "min", "max", "percentiles", "exact"),
         "edges": stat.bucket_edges,
         "counts": stat.bucket_counts,
-        "exact": stat.exact,
-    }
-
-
-def _flow(picture: FlowPicture) -> dict[str, Any]:
-    return {
-        "partition": picture.partition,
-        "write_rate": picture.write_rate,
-        "clear_rate": picture.clear_rate,
-        "samples": picture.samples,
-        "bytes": picture.bytes,
-        "fill": picture.fill,
-        "holdup": picture.holdup,
-        "tasks": [
-            {
-                "task": task.task,
-                "rate": task.rate,
-                "ready": task.ready,
-                "claimed": task.claimed,
-                "waiting": task.waiting,
-                "stage": task.stage,
-                "after": task.after,
-                "asks": task.asks,
-            }
-            for task in picture.tasks
-        ],
     }
 
 
@@ -224,17 +191,9 @@ def _partition(part: PartitionStat) -> dict[str, Any]:
     known = [task for task in part.tasks if task.ready is not None]
     return {
         "partition": part.partition,
-        "samples": part.samples if part.known else None,
-        "bytes": part.bytes if part.known else None,
-        "peak_samples": part.peak_samples if part.known else None,
-        "peak_bytes": part.peak_bytes if part.known else None,
-        "capacity_samples": part.capacity_samples,
-        "capacity_bytes": part.capacity_bytes,
-        "oldest_age_s": part.oldest_age_s,
-        "written": part.written if part.tracked else None,
-        "cleared": part.cleared if part.tracked else None,
-        "failed": part.failed if part.tracked else None,
-        "never_cleared": part.never_cleared if part.tracked else None,
+        **_pick(part if part.known else None, "samples", "bytes", "peak_samples", "peak_bytes"),
+        **_pick(part, "capacity_samples", "capacity_bytes", "oldest_age_s"),
+        **_pick(part if part.tracked else None, "written", "cleared", "failed", "never_cleared"),
         # Not their sum: a sample may be ready for several tasks.
         "ready": {task.task: task.ready for task in known},
         "waiting": sum(task.waiting or 0 for task in known) if known else None,
@@ -247,17 +206,8 @@ def _worker(worker: WorkerStat, now_ns: int) -> dict[str, Any]:
         (op for op in worker.by_op if op.latency is not None), key=lambda op: op.count, default=None
     )
     return {
-        "worker": worker.worker,
-        "role": worker.role,
-        "host": worker.host,
-        "pid": worker.pid,
-        "state": worker.state,
-        "rate": worker.rate,
-        "bytes_rate": worker.bytes_rate,
-        "ops": worker.ops,
-        "failures": worker.failures,
-        "timeouts": worker.timeouts,
-        "dropped": worker.dropped,
+        **_pick(worker, "worker", "role", "host", "pid", "state", "rate", "bytes_rate"),
+        **_pick(worker, "ops", "failures", "timeouts", "dropped"),
         "seen_s": max(0.0, (now_ns - worker.last_seen_ns) / 1e9),
         "p99": busiest.latency.p99 if busiest is not None and busiest.latency is not None else None,
     }
@@ -267,11 +217,7 @@ def _sample(sample: SampleAge) -> dict[str, Any]:
     known = len(sample.claimed_ns) == len(sample.claimed_by)
     return {
         "id": sample.sample_id,
-        "partition": sample.partition,
-        "age_s": sample.age_s,
-        "worker": sample.worker,
-        "weight_version": sample.weight_version,
-        "failed": sample.failed,
+        **_pick(sample, "partition", "age_s", "worker", "weight_version", "failed"),
         "cleared": sample.cleared_ns is not None,
         "claims": [
             {"task": task, "after_s": (sample.claimed_ns[at] - sample.written_ns) / 1e9 if known else None}

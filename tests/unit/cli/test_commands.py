@@ -172,6 +172,7 @@ def test_a_trace_of_the_journal_has_every_operation(
     events = json.loads(out.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert [span["name"] for span in spans] == ["put", "put", "put", "claim_meta", "put"]
+    assert (spans[0]["cat"], spans[0]["ts"], spans[0]["dur"]) == ("rollouts", 1.7e15, 1_000)
     assert spans[3]["dur"] == 5_000 and spans[3]["args"]["task"] == "train"
     assert len({span["pid"] for span in spans}) == 2
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -193,7 +194,10 @@ def test_a_script_reads_a_running_run_with_top_json(
     assert content["snapshot"]["run_id"] == "simulated-run" and content["feed"]["state"] == "live"
 
 
-def test_without_a_run_or_a_terminal_top_cannot_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_or_a_terminal_top_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # Other tests of this machine have clusters.
     assert run(["top", "--json", "--wait", "0.1"]) == ExitCode.CANNOT_START
     assert "no run found on this machine" in capsys.readouterr().err
     assert run(["top"]) == ExitCode.CANNOT_START

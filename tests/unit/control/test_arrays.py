@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlplane.control.arrays import grown
+from rlplane.control.arrays import filled, grown
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.samples import rows_by_birth
@@ -66,3 +66,19 @@ def test_rows_are_never_given_out_twice_however_the_table_grows(steps: list[tupl
         assert [tags["id"] for tags in table.tags[rows]] == live
         assert len(table.rows) == len(live)
         assert rows_by_birth(table.serial).tolist() == table.live_rows(None).tolist() == rows
+
+
+@pytest.mark.parametrize("fill", [0, -1])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.bool_, np.float64])
+def test_a_long_column_of_numbers_grows_where_it_is(dtype: type[Any], fill: int) -> None:
+    array = filled(20_000, dtype, fill)
+    array[:] = 1
+    where = array.ctypes.data
+    for size in (20_001, 50_000, 300_000):
+        before = len(array)
+        array = grown(array, size, fill)
+        assert array.ctypes.data == where and len(array) == size
+        assert (array[before:] == dtype(fill)).all() and (array[:20_000] == 1).all()
+    again = grown(pickle.loads(pickle.dumps(array, protocol=5)), 400_000, fill)
+    np.testing.assert_array_equal(again[:300_000], array)
+    assert (again[300_000:] == dtype(fill)).all()

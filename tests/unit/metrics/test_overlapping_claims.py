@@ -4,12 +4,12 @@ from rlplane.metrics.events import SampleEvent
 from rlplane.metrics.metrics_table import MetricsTable
 from rlplane.metrics.registry import MetricsRegistry
 from rlplane.metrics.sample_lifecycle import SampleLifecycle
-from rlplane.metrics.snapshot import SeriesStat
+from rlplane.metrics.snapshot import SeriesStat, TimelinePoint
 
 
 def waits_of(*claimed_ns: int) -> tuple[int, int, float | None]:
     registry = MetricsRegistry()
-    lifecycle = SampleLifecycle(registry, MetricsTable())
+    lifecycle = SampleLifecycle(registry, MetricsTable(), TimelinePoint(0.0, 0.0))
     second = 1_000_000_000
     ids = [f"s{number}" for number in range(len(claimed_ns))]
     lifecycle.add_event(

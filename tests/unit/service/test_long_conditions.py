@@ -102,8 +102,9 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     assert pieces > SAMPLES // 1024
     assert 0 < max(sorted_at_once) <= 1024
     partition = desk.service.state.partition("p")
-    keys = Order(order).keys(list(partition.rows), [partition.tags[row] for row in partition.rows.values()])
-    wanted = [list(partition.rows)[place] for place in np.argsort(keys, kind="stable")]
+    names = list(partition.rows)
+    keys = Order(order).keys(names, [partition.tags[row] for row in partition.rows.values()])
+    wanted = [names[place] for place in np.argsort(keys, kind="stable")]
     calls = 0
     work_out = Order.keys
 

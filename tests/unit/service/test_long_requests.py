@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
-from rlplane.control import clearing, loading
+from rlplane.control import clearing, loading, staging
 from rlplane.control.dump import dump_state
 from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
@@ -16,7 +16,7 @@ from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
 from rlplane.errors import UnknownPartitionError
-from rlplane.service import long_work
+from rlplane.service import commits, long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.core import ControlService
@@ -260,3 +260,144 @@ def test_samples_that_were_lost_with_a_storage_unit_are_found_in_slices(
     assert desk.answers[first] == desk.answers[second] == wire.Done(len(IDS) - AT_ONCE - len(kept))
     assert live(desk) == kept
     assert desk.ask(0, wire.Lost(Loss((1,), 4))) == wire.Done()
+
+
+@pytest.mark.parametrize("order", [None, "priority:n", "random:1"])
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_what_a_large_partition_has_in_its_queues_is_freed_in_slices_too(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, group_size: int | None, order: str | None
+) -> None:
+    monkeypatch.setattr(clearing, "_LARGE", 1)
+    desk.register(partition_id="q", grpo_group_size=group_size)
+    partition = desk.service.state.partition("q")
+    ids = [f"{number // 2}_g{number % 2}" for number in range(2 * AT_ONCE)]
+    desk.service.state.put(Put("q", ids, {}, [{"n": number} for number in range(2 * AT_ONCE)]))
+    asked = wire.ClaimRequest("q", "t", [], 2, False, 0.0)
+    asked.order = order
+    assert len(desk.ask(1, asked).ids) == 2
+    (queue,) = partition.task("t").queues.values()
+    request = desk.post(1, wire.DropPartition("q"))
+    before = sum(map(len, queue.contents()))
+    while request not in desk.answers:
+        desk.service.go_on()
+        assert sum(map(len, queue.contents())) >= before - AT_ONCE
+        before = sum(map(len, queue.contents()))
+    assert desk.answers[request] == wire.Done(len(ids)) and not before and not partition.columns
+
+
+# A long put
+
+MANY = IDS[: 3 * AT_ONCE]
+
+
+@pytest.fixture
+def long_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_SAMPLES_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(commits, "_MANY_SAMPLES", AT_ONCE)
+
+
+@pytest.fixture
+def empty_desk(long_puts: None) -> Desk:
+    desk = Desk(limit=64, segment=64, capacity=4 * AT_ONCE)
+    for client in range(3):
+        desk.service.connect(client)
+    desk.register()
+    return desk
+
+
+def work_off(desk: Desk) -> None:
+    while desk.service.has_work:
+        desk.service.go_on()
+
+
+def begin_put(desk: Desk, ids: list[str], **more: Any) -> PendingRequest:
+    place = desk.answers[desk.reserve(1, 1)].place
+    return desk.commit(1, ids, place, **more)
+
+
+def test_nothing_of_a_long_put_is_there_before_all_of_it_is(empty_desk: Desk) -> None:
+    desk = empty_desk
+    waiting = desk.claim(2, 2, blocking=True)
+    request = begin_put(desk, MANY, tags=[{"n": 1}] * len(MANY))
+    for _ in range(3):
+        desk.service.go_on()
+        assert live(desk) == [] and desk.service.state.count("p", {"n": 1}) == 0
+        assert request not in desk.answers and waiting not in desk.answers
+        assert desk.service.state.partition("p").status(0.0)["written"] == 0
+    desk.service.go_on()
+    assert isinstance(desk.answers[request], wire.Done) and not desk.service.has_work
+    assert sorted(live(desk)) == sorted(MANY) and desk.answers[waiting].ids == MANY[:2]
+    assert desk.service.state.count("p", {"n": 1}) == len(MANY)
+
+
+@pytest.mark.parametrize("slices", range(4))
+@pytest.mark.parametrize("how", ["abandoned", "dies", "closes"])
+def test_a_long_put_that_nobody_waits_for_is_undone(empty_desk: Desk, slices: int, how: str) -> None:
+    desk = empty_desk
+    request = begin_put(desk, MANY)
+    for _ in range(slices):
+        desk.service.go_on()
+    if how == "abandoned":
+        desk.abandon(request)
+    else:
+        desk.service.disconnect(1, died=how == "dies")
+    assert not desk.service.has_work and request not in desk.answers
+    assert live(desk) == [] and desk.used == 0 and not desk.service.table.blocks
+
+
+@pytest.mark.parametrize("slices", range(4))
+@pytest.mark.parametrize("what", ["dropped", "registered"])
+def test_a_long_put_to_a_partition_that_changes_is_made_anew(
+    empty_desk: Desk, slices: int, what: str
+) -> None:
+    desk = empty_desk
+    request = begin_put(desk, MANY)
+    for _ in range(slices):
+        desk.service.go_on()
+    if what == "dropped":
+        desk.post(0, wire.DropPartition("p"))
+    desk.register()
+    while desk.service.has_work:
+        desk.service.go_on()
+    assert desk.answers[request].kind == "StaleSpecError"
+    assert live(desk) == [] and desk.used == 0
+
+
+def test_a_long_put_waits_for_room_as_any_other_and_gives_up_in_time(empty_desk: Desk) -> None:
+    desk = empty_desk
+    desk.put(0, IDS[-2:])
+    first = begin_put(desk, IDS[: 3 * AT_ONCE - 1])
+    second = begin_put(desk, IDS[AT_ONCE : 5 * AT_ONCE - 3], timeout_s=3.0)
+    work_off(desk)
+    assert isinstance(desk.answers[first], wire.Done) and second not in desk.answers
+    desk.pass_time(4.0)
+    assert desk.answers[second].kind == "CapacityTimeoutError"
+    assert len(live(desk)) == 3 * AT_ONCE + 1 and desk.used == 2 * PAGE
+    third = begin_put(desk, IDS[5 * AT_ONCE : 7 * AT_ONCE])
+    work_off(desk)
+    assert third not in desk.answers
+    desk.ask(0, wire.Clear("p", IDS[: 2 * AT_ONCE][:AT_ONCE]))
+    desk.ask(0, wire.Clear("p", IDS[AT_ONCE : 2 * AT_ONCE]))
+    assert isinstance(desk.answers[third], wire.Done)
+
+
+@pytest.mark.parametrize("slices", range(5))
+def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
+    tmp_path: Path, long_puts: None, slices: int
+) -> None:
+    plane = JournaledPlane(tmp_path)
+    plane.ask(1, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"])))
+    place = plane.ask(2, wire.Reserve(PAGE, FOREVER)).place
+    layout = layout_of(PAGE, len(MANY))
+    commit = wire.Commit("p", 1, MANY, ["x"], [layout], place.number, PAGE, FOREVER)
+    plane.ask(3, commit)
+    for _ in range(min(slices, 4)):
+        plane.service.go_on()
+    plane.die()
+    plane.answers.pop((0, 3), None)
+    plane.ask(3, commit)  # what a client does whose service is another one
+    while plane.service.has_work:
+        plane.service.go_on()
+    assert isinstance(plane.answers[0, 3], wire.Done)
+    assert sorted(plane.service.state.partition("p").rows) == sorted(MANY)
+    assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY

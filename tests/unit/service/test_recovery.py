@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import clearing
+from rlplane.control import clearing, staging
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import CheckpointError
+from rlplane.service import commits, long_work
 from rlplane.service import journal as journal_module
-from rlplane.service import long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
+from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.long_work import LossWork
@@ -47,6 +48,8 @@ UNITS = 5
 def the_shortest_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clearing, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(staging, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(commits, "_MANY_SAMPLES", 2)
         patch.setattr(long_work, "_AT_ONCE", 3)
         yield
 
@@ -231,9 +234,22 @@ def work_picture(work: Any) -> list[Any]:
         losing = work._losing
         return [work._blocks, sorted(work._lost), losing and (losing._at, losing.count)]
     asked = [(request.client, request.number, request.remembered) for request in work.requests]
+    if isinstance(work, PutWork):
+        staged = work._staging
+        return [
+            asked,
+            staged._at,
+            staged.rows.tolist(),
+            dict(staged._names),
+            sorted(staged._touched),
+            staged.sizes,
+        ]
     return [
         asked,
-        [(each._ids, each._at, each.count, partition_picture(each.partition)) for each in work._clearings],
+        [
+            (list(each._which), each._at, each.count, partition_picture(each.partition))
+            for each in work._clearings
+        ],
     ]
 
 

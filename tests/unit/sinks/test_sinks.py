@@ -424,7 +424,7 @@ assert client.flush()
 os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 9
-    assert write_trace([records], tmp_path / "trace.json") == 1
+    assert write_trace(read_records(records), tmp_path / "trace.json") == 1
     check_trace(json.loads((tmp_path / "trace.json").read_text()))
 
 
@@ -465,18 +465,3 @@ def check_trace(trace: dict[str, Any]) -> None:
             assert ("process_name", event["pid"], 0) in named
         else:
             assert all(isinstance(value, (int, float)) for value in event["args"].values())
-
-
-def test_what_an_aggregator_wrote_down_makes_a_trace_too(tmp_path):
-    from rlplane.metrics.event_logger import EventLoggerService
-    from rlplane.metrics.events import EventBatch, OpRecord, pack_ops
-
-    ops, _ = pack_ops([OpRecord("put", "p", 2, 32, 1500, 10_000, thread_id=5)])
-    event_logger = EventLoggerService(tmp_path / "events.jsonl")
-    event_logger.write(EventBatch(worker="w0", pid=7, host="h", seq=1, sent_ns=0, ops=ops))
-    event_logger.close()
-    assert write_trace([tmp_path / "events.jsonl"], tmp_path / "trace.json") == 1
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    check_trace(trace)
-    (put,) = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert (put["name"], put["cat"], put["ts"], put["dur"]) == ("put", "p", 10.0, 1.5)

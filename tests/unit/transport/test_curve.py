@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,7 @@ from rlplane.transport import (
     check_address,
     make_topic,
 )
-from rlplane.transport.curve import Address, without_secret
+from rlplane.transport.curve import Address, prepare_client, without_secret
 
 
 class Text(MessageCodec[str]):
@@ -46,7 +46,7 @@ def collector(tmp_path: Path) -> Iterator[ZmqMessageSubscriber[str]]:
 
 
 def publisher(address: str) -> ZmqMessagePublisher[str]:
-    return ZmqMessagePublisher(Text(), address, pattern=Pattern.COLLECT, linger=0, ready_check=True)
+    return ZmqMessagePublisher(Text(), address, pattern=Pattern.COLLECT, linger=0)
 
 
 def test_messages_come_in_by_the_encrypted_door_and_still_by_the_other(
@@ -69,17 +69,42 @@ def test_nobody_gets_in_without_both_keys(collector: ZmqMessageSubscriber[str]) 
         str(right._replace(client_secret=other_secret)),
         str(right._replace(server_public=other_public)),
     ]
-    made = [publisher(address) for address in strangers]
-    for stranger in made:
-        stranger.publish("let me in")
-    with closing(publisher(str(right))) as known:
-        known.publish("from a friend")
-        assert collector.receive(60) == "from a friend"
+    with zmq.Context() as context, ExitStack() as stack:
+        welcomes = [stack.enter_context(context.socket(zmq.PAIR)) for _ in strangers]
+        for number, (address, welcome) in enumerate(zip(strangers, welcomes, strict=True)):
+            stranger = stack.enter_context(context.socket(zmq.PUSH))
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.monitor(f"inproc://{number}", zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            welcome.connect(f"inproc://{number}")
+            stranger.connect(prepare_client(stranger, address))
+            stranger.send(b"let me in", zmq.NOBLOCK)
+        with closing(publisher(str(right))) as known:
+            known.publish("from a friend")
+            assert collector.receive(60) == "from a friend"
         # The strangers have had the same time, and more attempts than one.
         assert collector.receive(1) is None and collector.n_decode_errors == 0
-        assert not any(stranger.wait_until_connected(0.2) for stranger in made)
-    for stranger in made:
-        stranger.close()
+        assert not any(welcome.poll(200) for welcome in welcomes)
+
+
+def test_a_broadcast_reaches_those_who_have_both_keys_and_nobody_else(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender = ZmqMessagePublisher(Text(), f"ipc://{tmp_path}/b", resend_last=True, linger=0, context=context)
+    right = Address.parse(sender.listen_encrypted("127.0.0.1"))
+    _, other_secret = zmq.curve_keypair()
+    addresses = [f"tcp://{right.place}", str(right._replace(client_secret=other_secret))]
+    with (
+        closing(sender),
+        closing(ZmqMessageSubscriber(Text(), addresses[0])) as plain,
+        closing(ZmqMessageSubscriber(Text(), addresses[1])) as stranger,
+        closing(ZmqMessageSubscriber(Text(), str(right))) as far,
+        closing(ZmqMessageSubscriber(Text(), sender.address)) as near,
+    ):
+        assert sender.wait_for_subscribers(2, 60)
+        sender.publish("news")
+        assert far.receive(60) == near.receive(60) == "news"
+        # The strangers have had the same time, and more attempts than one.
+        assert plain.receive(1) is None and stranger.receive(1) is None and sender.n_subscribers == 2
+    context.term()
 
 
 def test_what_travels_cannot_be_read_on_the_way(collector: ZmqMessageSubscriber[str]) -> None:

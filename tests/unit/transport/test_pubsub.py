@@ -18,7 +18,6 @@ from rlplane.transport import (
     ZmqMessageSubscriber,
     check_address,
     make_topic,
-    wait_until_ready,
 )
 
 TOPIC = make_topic("test")
@@ -69,24 +68,6 @@ def test_nothing_is_lost_once_the_publisher_has_seen_its_subscribers(address: st
 def test_waiting_for_subscribers_that_never_come_ends_at_the_deadline(address: str) -> None:
     with broadcast(address) as publisher:
         assert not publisher.wait_for_subscribers(1, 0.05)
-
-
-def test_ready_checks_share_one_deadline_and_the_late_one_is_named() -> None:
-    left: list[float] = []
-
-    def slow(seconds: float) -> bool:
-        left.append(seconds)
-        time.sleep(0.05)
-        return True
-
-    def never(seconds: float) -> bool:
-        left.append(seconds)
-        return False
-
-    with pytest.raises(PlaneConnectionError, match="the second was not ready"):
-        wait_until_ready([("the first", slow), ("the second", never)], 0.04)
-    assert left[0] <= 0.04
-    assert left[1] == 0.0
 
 
 def test_a_late_subscriber_gets_the_last_message_at_once(address: str) -> None:
@@ -166,21 +147,6 @@ def test_what_is_collected_waits_for_the_subscriber_to_come(address: str) -> Non
 def test_a_collecting_publisher_whose_queue_is_full_says_so_and_does_not_wait(address: str) -> None:
     with ZmqMessagePublisher(TextCodec(), address, pattern=Pattern.COLLECT, sndhwm=3, linger=0) as alone:
         assert [alone.publish("x") for _ in range(5)] == [True, True, True, False, False]
-
-
-def test_a_connection_is_noticed_by_either_side(address: str) -> None:
-    with (
-        subscribe(address, pattern=Pattern.COLLECT) as collector,
-        ZmqMessagePublisher(TextCodec(), address, pattern=Pattern.COLLECT, ready_check=True) as publisher,
-    ):
-        wait_until_ready([("the collector", publisher.wait_until_connected)], 10.0)
-        assert publisher.wait_until_connected(0.0)
-        assert collector.receive(0.0) is None
-
-
-def test_a_connection_to_nobody_is_not_ready(address: str) -> None:
-    with subscribe(address, ready_check=True) as subscriber:
-        assert not subscriber.wait_until_connected(0.05)
 
 
 @pytest.mark.parametrize("fault", [b"\xff\xfe", b"bug"])

@@ -49,6 +49,55 @@ def test_a_run_that_is_announced_is_found_by_itself(own_machine: Path) -> None:
         withdraw(announced)
 
 
+class OtherMachine:
+    """Knows of the runs that it was told."""
+
+    def __init__(self) -> None:
+        self.known: list[RunInfo] = []
+        self.n_asked = 0
+
+    def runs(self) -> list[RunInfo]:
+        self.n_asked += 1
+        return self.known
+
+    def where(self) -> str:
+        return "on this machine or on that one"
+
+
+def test_while_nothing_runs_here_a_run_elsewhere_is_found_and_followed(own_machine: Path) -> None:
+    other, near, far = OtherMachine(), SimulatedRun(run_id="near"), SimulatedRun(run_id="far")
+    with (
+        SnapshotServer(f"ipc://{own_machine}/far.sock") as away,
+        SnapshotServer(f"ipc://{own_machine}/near.sock") as here,
+        RunFeed(None, other) as feed,
+    ):
+        assert feed.status().text.startswith("no run found on this machine or on that one yet: a job is seen")
+        other.known = [info(away.address, far, 1)]
+        rarely = msgspec.structs.replace(far.step(), refresh_hz=0.001)
+        away.publish(rarely)
+        until(lambda: feed.latest is not None, "finding the run")
+        assert feed.latest is not None and feed.latest.run_id == "far"
+        announced = announce(info(here.address, near, 2))
+        here.publish(near.step())
+        other.known = []  # Who knows of it may be out of reach. Its next picture is not due yet.
+        before = other.n_asked
+        until(lambda: other.n_asked > before + 2, "looking again")
+        assert feed.status().state == "live" and feed.latest.run_id == "far"
+        withdraw(announced)
+
+
+def test_a_run_of_this_machine_comes_before_those_elsewhere(own_machine: Path) -> None:
+    other, near = OtherMachine(), SimulatedRun(run_id="near")
+    other.known = [info(f"ipc://{own_machine}/far.sock", SimulatedRun(run_id="far"), 5)]
+    with SnapshotServer(f"ipc://{own_machine}/near.sock") as here:
+        announced = announce(info(here.address, near, 1))
+        here.publish(near.step())
+        with RunFeed(None, other) as feed:
+            until(lambda: feed.latest is not None, "finding the run")
+            assert feed.latest is not None and feed.latest.run_id == "near"
+        withdraw(announced)
+
+
 def test_an_aggregator_that_restarts_at_its_address_is_followed(own_machine: Path) -> None:
     address = f"ipc://{own_machine}/s.sock"
     run = SimulatedRun()

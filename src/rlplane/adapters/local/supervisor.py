@@ -129,7 +129,11 @@ class Supervisor:
         if take_over is not None:
             command += ["--take-over", str(take_over)]
         try:
-            process = subprocess.Popen(command, pass_fds=[write_fd], stdin=subprocess.DEVNULL)
+            # Columns of numbers grow page by page, and not all of them by a huge page within one put.
+            environment = {"NUMPY_MADVISE_HUGEPAGE": "0", **os.environ}
+            process = subprocess.Popen(
+                command, pass_fds=[write_fd], stdin=subprocess.DEVNULL, env=environment
+            )
         finally:
             os.close(write_fd)
         with os.fdopen(read_fd, "rb") as ready:

@@ -4,6 +4,7 @@
     plane.py        starting, finding and ending the actors of a plane; the only file that starts Ray
     service.py      the control service inside a Ray actor
     watch.py        UnitWatch: notices storage units that die
+    runs.py         the live runs of a cluster, for viewers on any of its nodes
     native.py       NativeTQDataPlaneClient: by TransferQueue's own interface, through native_queue.py
     leaves.py       document 002's functions on the leaves of a TensorDict
     runtime_env.py  the pin for TransferQueue's actors

@@ -62,9 +62,9 @@ class TQDataPlaneClient(PlaneClient):
             connection.close()
             raise
 
-    def publish_aggregator(self, address: str) -> None:
-        """Tell all clients of the plane where to send measurements."""
-        self._plane.publish_aggregator(address)
+    def publish_aggregator(self, address: str, run: str) -> None:
+        """Tell all clients of the plane where to send measurements, and viewers how to watch the run."""
+        self._plane.publish_aggregator(address, run)
 
     def find_aggregator(self) -> str | None:
         """Where to send measurements, if anybody has said."""

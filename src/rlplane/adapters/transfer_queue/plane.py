@@ -73,14 +73,16 @@ class Plane:
     journal_dir: str = ""
     # Where processes on all machines may send their measurements, if anybody has said; with a secret in it.
     aggregator: str = field(default="", repr=False)
+    # What viewers on all machines need to watch the run, likewise.
+    run: str = field(default="", repr=False)
     started: list[Any] = field(default_factory=list)
     started_ray: bool = False
     set_address: bool = False
 
     def describe(self) -> dict[str, Any]:
         """What others need to know of it, to serve it or to join."""
-        names = ("namespace", "backend", "config", "stores", "service", "home", "journal_dir", "aggregator")
-        return {name: getattr(self, name) for name in names}
+        names = ("namespace", "backend", "config", "stores", "service", "home", "journal_dir")
+        return {name: getattr(self, name) for name in (*names, "aggregator", "run")}
 
     @property
     def units(self) -> list[Any]:
@@ -126,9 +128,9 @@ class Plane:
         self.service = self._ask(self.actor.describe.remote)["service"]
         return self.service["address"], self.service["token"]
 
-    def publish_aggregator(self, address: str) -> None:
-        """Tell all who join where to send measurements."""
-        self._ask(self.actor.publish_aggregator.remote, address)
+    def publish_aggregator(self, address: str, run: str) -> None:
+        """Tell all who join where to send measurements, and viewers how to watch the run."""
+        self._ask(self.actor.publish_aggregator.remote, address, run)
 
     def find_aggregator(self) -> str | None:
         """Where to send measurements, if anybody has said."""

@@ -30,7 +30,7 @@ from rlplane.storage.transfer_queue import theirs
 
 __all__ = ["ServiceActor"]
 
-_AGGREGATOR = "aggregator"
+_PUBLISHED = ("aggregator", "run")
 
 
 class ServiceActor:
@@ -57,8 +57,9 @@ class ServiceActor:
         self._files = Path(plane.journal_dir) if plane.journal_dir else None
         if self._files is not None:
             self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                plane.aggregator = (self._files / _AGGREGATOR).read_text()
+            for name in _PUBLISHED:
+                with contextlib.suppress(FileNotFoundError):
+                    setattr(plane, name, (self._files / name).read_text())
             if any(self._files.glob("journal.*")):
                 # Ray has started this actor again, after its process died.
                 recovered = recover(self._files, capacity, self._host.limit, share)
@@ -87,11 +88,17 @@ class ServiceActor:
         """What a client needs to join."""
         return self._plane.describe()
 
-    def publish_aggregator(self, address: str) -> None:
-        """Keep what clients are told about where to send measurements, also when this actor starts again."""
-        self._plane.aggregator = address
-        if self._files is not None:
-            write_atomically(self._files / _AGGREGATOR, address.encode(), mode=0o600)
+    def describe_run(self) -> str:
+        """What a viewer needs to watch the run; empty if nobody has said."""
+        return self._plane.run
+
+    def publish_aggregator(self, address: str, run: str) -> None:
+        """Keep what clients are told about where to send measurements, and viewers about the run, also when
+        this actor starts again."""
+        for name, text in zip(_PUBLISHED, (address, run), strict=True):
+            setattr(self._plane, name, text)
+            if self._files is not None:
+                write_atomically(self._files / name, text.encode(), mode=0o600)
 
     def pid(self) -> int:
         """This actor's process."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlplane.config import validate_config
+from rlplane.config import BACKENDS, validate_config
 from rlplane.errors import ConfigError
 from rlplane.interfaces import DataPlaneConfig
 
 __all__ = ["IMPL", "plane_config"]
 
 IMPL = "rlplane"
-_IMPL_OF = {
-    "memory": "local",
-    "shm": "local",
-    "simple": "transfer_queue",
-    "mooncake_cpu": "transfer_queue",
-}
+_IMPL_OF = {backend: impl for impl, backends in BACKENDS.items() for backend in backends}
 # What NeMo-RL says about itself and not about the plane.
 _NOT_OURS = {"checkpointing_enabled"}
 

@@ -138,7 +138,7 @@ def list_partitions(plane: PlaneCalls, link: Link) -> Call[list[str]]:
 def list_keys(
     plane: PlaneCalls, link: Link, partition_id: str | None = None
 ) -> Call[dict[str, dict[str, dict[str, Any]]]]:
-    """By partition, the tags of every key."""
+    """By partition, all keys with their tags; of one partition, or of all."""
     names = (yield from list_partitions(plane, link)) if partition_id is None else [partition_id]
     listed = {}
     for name in names:
@@ -178,6 +178,41 @@ def write(
     raise InvalidRequestError(f"partition {partition_id!r} is cleared again and again")
 
 
+def put_key(
+    plane: PlaneCalls,
+    link: Link,
+    key: str,
+    partition_id: str,
+    fields: TensorDict | dict[str, Any] | None = None,
+    tag: dict[str, Any] | None = None,
+    data_parser: DataParser | None = None,
+) -> Call[KVBatchMeta]:
+    """Write fields, a tag or both for one key; a dict of fields holds the values of its one row.
+
+    Returns:
+        The key with its whole tag, and with all fields that it has now.
+    """
+    tags = None if tag is None else [tag]
+    return (yield from put_keys(plane, link, [key], partition_id, _one_row(fields), tags, data_parser))
+
+
+def _one_row(fields: TensorDict | dict[str, Any] | None) -> TensorDict | None:
+    """What ``kv_put`` was given for its one key, as a batch of one."""
+    if fields is None or isinstance(fields, TensorDict):
+        return fields
+    if not isinstance(fields, dict):
+        raise ValueError(f"fields must be a dict or a TensorDict, not {type(fields).__name__}")
+    columns: dict[str, Any] = {}
+    for name, value in fields.items():
+        if not isinstance(value, torch.Tensor):
+            columns[name] = NonTensorStack(value)
+        elif value.is_nested:
+            raise ValueError(f"field {name!r} is a nested tensor, which has several rows: use kv_batch_put")
+        else:
+            columns[name] = value.unsqueeze(0)
+    return TensorDict(columns, batch_size=[1])
+
+
 def put_keys(
     plane: PlaneCalls,
     link: Link,
@@ -187,7 +222,16 @@ def put_keys(
     tags: list[dict[str, Any]] | None = None,
     data_parser: DataParser | None = None,
 ) -> Call[KVBatchMeta]:
-    """Write, and say what all of the keys have now."""
+    """Write fields, tags or both for several keys, all at once. Tags are merged into those that are there.
+
+    ``data_parser`` is called with a dict of the columns before they are written; it may replace values there.
+
+    Returns:
+        The keys with their whole tags, and with the fields that all of them have now.
+
+    Raises:
+        ValueError: Neither fields nor tags, or another number of them than of keys.
+    """
     if fields is None and tags is None:
         raise ValueError("a put needs fields, tags or both; it was given neither")
     if fields is not None and fields.batch_size[0] != len(keys):
@@ -237,25 +281,8 @@ def _packed(rows: list[Any]) -> Any:
     return NonTensorStack(*rows)
 
 
-def one_row(fields: TensorDict | dict[str, Any] | None) -> TensorDict | None:
-    """What ``kv_put`` was given for its one key, as a batch of one."""
-    if fields is None or isinstance(fields, TensorDict):
-        return fields
-    if not isinstance(fields, dict):
-        raise ValueError(f"fields must be a dict or a TensorDict, not {type(fields).__name__}")
-    columns: dict[str, Any] = {}
-    for name, value in fields.items():
-        if not isinstance(value, torch.Tensor):
-            columns[name] = NonTensorStack(value)
-        elif value.is_nested:
-            raise ValueError(f"field {name!r} is a nested tensor, which has several rows: use kv_batch_put")
-        else:
-            columns[name] = value.unsqueeze(0)
-    return TensorDict(columns, batch_size=[1])
-
-
 def clear_keys(plane: PlaneCalls, link: Link, keys: list[str] | str, partition_id: str) -> Call[None]:
-    """Clear what is there of these keys."""
+    """Clear keys; those that are not there are ignored."""
     keys = _checked(keys)
     try:
         yield from ask(wire.Clear(partition_id, keys), wire.Done)
@@ -273,10 +300,14 @@ def get_keys(
     partition_id: str,
     select_fields: list[str] | str | None = None,
 ) -> Call[TensorDict]:
-    """Read keys; without ``select_fields``, the fields that all of them have.
+    """Read keys: the fields named, or those that all of the keys have.
 
     A field that none of them has is left out, as TransferQueue does it. One that only some of them have, and
     a key that is not there, are errors: TransferQueue leaves those out too.
+
+    Raises:
+        StorageKeyNotFoundError: A ``KeyError`` and a ``ValueError``: a key is not there.
+        ValueError: No field is ready, or one is ready for some of the keys only.
     """
     keys = _checked(keys)
     chosen = [select_fields] if isinstance(select_fields, str) else select_fields
@@ -301,6 +332,22 @@ def get_keys(
     if not names:
         raise ValueError(f"no field is ready in all of the {len(keys)} keys of partition {partition_id!r}")
     return (yield from read(plane, link, keys, partition_id, names))
+
+
+def get_by_meta(
+    plane: PlaneCalls, link: Link, meta: KVBatchMeta, select_fields: list[str] | str | None = None
+) -> Call[TensorDict]:
+    """Read what a put returned, or some of its fields."""
+    if meta.partition_id is None:
+        raise ValueError("the meta does not say of which partition it is: set its partition_id")
+    chosen = [select_fields] if isinstance(select_fields, str) else select_fields
+    for name in chosen or ():
+        if name not in (meta.fields or ()):
+            raise ValueError(
+                f"select_fields has {name!r}, which was not found in the fields of the meta, {meta.fields}"
+            )
+    fields = meta.fields if chosen is None else chosen
+    return (yield from get_keys(plane, link, meta.keys, meta.partition_id, fields))
 
 
 def read(

@@ -16,14 +16,13 @@ from rlplane.adapters.steps import Call
 from rlplane.compat.transfer_queue import calls, sampling
 from rlplane.compat.transfer_queue.metadata import BatchMeta
 from rlplane.compat.transfer_queue.sampler import SequentialSampler
-from rlplane.compat.transfer_queue.session import Session, current
+from rlplane.compat.transfer_queue.session import Session, Steps, current
 from rlplane.interfaces import DEFAULT_TIMEOUT_S
 
 __all__ = ["TransferQueueClient"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Steps = Callable[Concatenate[PlaneCalls, Link, P], Call[T]]
 
 _TIMEOUT_VARIABLE = "TQ_CONTROLLER_GET_METADATA_TIMEOUT"
 _LOOK_EVERY_S = 0.02
@@ -31,22 +30,23 @@ PLANE = "plane"
 """Where in the directory of a checkpoint the plane is."""
 
 
-def _blocking(steps: Steps[P, T]) -> Callable[Concatenate[TransferQueueClient, P], T]:
+def _both(
+    steps: Steps[P, T],
+) -> tuple[
+    Callable[Concatenate[TransferQueueClient, P], T],
+    Callable[Concatenate[TransferQueueClient, P], Coroutine[Any, Any, T]],
+]:
+    """A call of ours as a method, and as one that is awaited."""
+
     @wraps(steps)
     def method(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.session.run(steps, *args, **kwargs)
 
-    return method
-
-
-def _awaitable(
-    steps: Steps[P, T],
-) -> Callable[Concatenate[TransferQueueClient, P], Coroutine[Any, Any, T]]:
     @wraps(steps)
-    async def method(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def async_method(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.session.arun(steps, *args, **kwargs)
 
-    return method
+    return method, async_method
 
 
 class TransferQueueClient:
@@ -64,32 +64,19 @@ class TransferQueueClient:
         """This process's part in the job's TransferQueue."""
         return current()
 
-    put = _blocking(calls.put_batch)
-    async_put = _awaitable(calls.put_batch)
-    get_data = _blocking(calls.get_batch)
-    async_get_data = _awaitable(calls.get_batch)
-    set_custom_meta = _blocking(calls.set_custom_meta)
-    async_set_custom_meta = _awaitable(calls.set_custom_meta)
-    clear_samples = _blocking(calls.clear_batch)
-    async_clear_samples = _awaitable(calls.clear_batch)
-    get_consumption_status = _blocking(calls.consumption)
-    async_get_consumption_status = _awaitable(calls.consumption)
-    get_production_status = _blocking(calls.production)
-    async_get_production_status = _awaitable(calls.production)
-    check_consumption_status = _blocking(calls.is_consumed)
-    async_check_consumption_status = _awaitable(calls.is_consumed)
-    check_production_status = _blocking(calls.is_produced)
-    async_check_production_status = _awaitable(calls.is_produced)
-    reset_consumption = _blocking(calls.reset_consumption)
-    async_reset_consumption = _awaitable(calls.reset_consumption)
-    get_partition_list = _blocking(calls.list_partitions)
-    async_get_partition_list = _awaitable(calls.list_partitions)
-    kv_retrieve_meta = _blocking(calls.retrieve_meta)
-    async_kv_retrieve_meta = _awaitable(calls.retrieve_meta)
-    kv_retrieve_keys = _blocking(calls.retrieve_keys)
-    async_kv_retrieve_keys = _awaitable(calls.retrieve_keys)
-    kv_list = _blocking(calls.list_keys)
-    async_kv_list = _awaitable(calls.list_keys)
+    put, async_put = _both(calls.put_batch)
+    get_data, async_get_data = _both(calls.get_batch)
+    set_custom_meta, async_set_custom_meta = _both(calls.set_custom_meta)
+    clear_samples, async_clear_samples = _both(calls.clear_batch)
+    get_consumption_status, async_get_consumption_status = _both(calls.consumption)
+    get_production_status, async_get_production_status = _both(calls.production)
+    check_consumption_status, async_check_consumption_status = _both(calls.is_consumed)
+    check_production_status, async_check_production_status = _both(calls.is_produced)
+    reset_consumption, async_reset_consumption = _both(calls.reset_consumption)
+    get_partition_list, async_get_partition_list = _both(calls.list_partitions)
+    kv_retrieve_meta, async_kv_retrieve_meta = _both(calls.retrieve_meta)
+    kv_retrieve_keys, async_kv_retrieve_keys = _both(calls.retrieve_keys)
+    kv_list, async_kv_list = _both(calls.list_keys)
 
     def get_meta(
         self,

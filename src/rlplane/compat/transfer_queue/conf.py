@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlplane.compat.transfer_queue.sampler import SAMPLERS, BaseSampler
-from rlplane.config import load_config
+from rlplane.config import EXEMPLAR_OF, load_config
 from rlplane.errors import ConfigError
 from rlplane.interfaces import DataPlaneConfig
 
@@ -92,15 +92,10 @@ def engine_config(settings: Mapping[str, Any], nodes: int) -> DataPlaneConfig:
             f"backend.storage_backend is {kind!r}; rlplane serves SimpleStorage and MooncakeStore"
         )
     if "backend" in own:
-        names = {
-            "memory": "local",
-            "shm": "shm",
-            "simple": "cluster-simple",
-            "mooncake_cpu": "cluster-mooncake",
-        }
-        if own["backend"] not in names:
-            raise ConfigError(f"rlplane.backend is {own['backend']!r}; it must be one of {sorted(names)}")
-        exemplar = names[own["backend"]]
+        if own["backend"] not in EXEMPLAR_OF:
+            known = sorted(EXEMPLAR_OF)
+            raise ConfigError(f"rlplane.backend is {own['backend']!r}; it must be one of {known}")
+        exemplar = EXEMPLAR_OF[own["backend"]]
         if not exemplar.startswith("cluster"):
             keys = {key: value for key, value in keys.items() if not key.startswith("transfer_queue.")}
     return load_config(exemplar, {**keys, **own})

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shutil
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
-
-from tensordict import TensorDict
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from rlplane.compat.transfer_queue import calls
-from rlplane.compat.transfer_queue.calls import DataParser
 from rlplane.compat.transfer_queue.client import PLANE, TransferQueueClient
 from rlplane.compat.transfer_queue.conf import returned
-from rlplane.compat.transfer_queue.metadata import KVBatchMeta
-from rlplane.compat.transfer_queue.session import current, end, start
+from rlplane.compat.transfer_queue.session import Steps, current, end, start
 
 __all__ = [
     "async_kv_batch_get",
@@ -37,6 +35,9 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _METADATA = "metadata.json"
 
@@ -74,128 +75,33 @@ def get_metrics_endpoint() -> str | None:
     return endpoint
 
 
-def kv_put(
-    key: str,
-    partition_id: str,
-    fields: TensorDict | dict[str, Any] | None = None,
-    tag: dict[str, Any] | None = None,
-    data_parser: DataParser | None = None,
-) -> KVBatchMeta:
-    """Write fields, a tag or both for one key; a dict of fields holds the values of its one row.
+def _both(name: str, steps: Steps[P, T]) -> tuple[Callable[P, T], Callable[P, Coroutine[Any, Any, T]]]:
+    """A call of ours as the function ``name`` and as the coroutine function ``async_<name>``."""
 
-    Returns:
-        The key with its whole tag, and with all fields that it has now.
-    """
-    tags = None if tag is None else [tag]
-    return current().run(calls.put_keys, [key], partition_id, calls.one_row(fields), tags, data_parser)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return current().run(steps, *args, **kwargs)
 
+    async def async_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await current().arun(steps, *args, **kwargs)
 
-async def async_kv_put(
-    key: str,
-    partition_id: str,
-    fields: TensorDict | dict[str, Any] | None = None,
-    tag: dict[str, Any] | None = None,
-    data_parser: DataParser | None = None,
-) -> KVBatchMeta:
-    """See :func:`kv_put`."""
-    tags = None if tag is None else [tag]
-    return await current().arun(calls.put_keys, [key], partition_id, calls.one_row(fields), tags, data_parser)
+    signature = inspect.signature(steps, eval_str=True)
+    shown = signature.replace(
+        parameters=list(signature.parameters.values())[2:],  # without the plane and the link
+        return_annotation=get_args(signature.return_annotation)[-1],
+    )
+    for made in (call, async_call):
+        made.__name__ = made.__qualname__ = name if made is call else f"async_{name}"
+        made.__doc__ = steps.__doc__
+        vars(made)["__signature__"] = shown
+    return call, async_call
 
 
-def kv_batch_put(
-    keys: list[str],
-    partition_id: str,
-    fields: TensorDict | None = None,
-    tags: list[dict[str, Any]] | None = None,
-    data_parser: DataParser | None = None,
-) -> KVBatchMeta:
-    """Write fields, tags or both for several keys, all at once. Tags are merged into those that are there.
-
-    ``data_parser`` is called with a dict of the columns before they are written; it may replace values there.
-
-    Returns:
-        The keys with their whole tags, and with the fields that all of them have now.
-
-    Raises:
-        ValueError: Neither fields nor tags, or another number of them than of keys.
-    """
-    return current().run(calls.put_keys, keys, partition_id, fields, tags, data_parser)
-
-
-async def async_kv_batch_put(
-    keys: list[str],
-    partition_id: str,
-    fields: TensorDict | None = None,
-    tags: list[dict[str, Any]] | None = None,
-    data_parser: DataParser | None = None,
-) -> KVBatchMeta:
-    """See :func:`kv_batch_put`."""
-    return await current().arun(calls.put_keys, keys, partition_id, fields, tags, data_parser)
-
-
-def kv_batch_get(
-    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
-) -> TensorDict:
-    """Read keys: the fields named, or those that all of the keys have.
-
-    Raises:
-        StorageKeyNotFoundError: A ``KeyError`` and a ``ValueError``: a key is not there.
-        ValueError: No field is ready, or one is ready for some of the keys only.
-    """
-    return current().run(calls.get_keys, keys, partition_id, select_fields)
-
-
-async def async_kv_batch_get(
-    keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
-) -> TensorDict:
-    """See :func:`kv_batch_get`."""
-    return await current().arun(calls.get_keys, keys, partition_id, select_fields)
-
-
-def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: list[str] | str | None = None) -> TensorDict:
-    """Read what a put returned, or some of its fields."""
-    return kv_batch_get(*_wanted(meta, select_fields))
-
-
-async def async_kv_batch_get_by_meta(
-    meta: KVBatchMeta, select_fields: list[str] | str | None = None
-) -> TensorDict:
-    """See :func:`kv_batch_get_by_meta`."""
-    return await async_kv_batch_get(*_wanted(meta, select_fields))
-
-
-def _wanted(
-    meta: KVBatchMeta, select_fields: list[str] | str | None
-) -> tuple[list[str], str, list[str] | None]:
-    if meta.partition_id is None:
-        raise ValueError("the meta does not say of which partition it is: set its partition_id")
-    chosen = [select_fields] if isinstance(select_fields, str) else select_fields
-    for name in chosen or ():
-        if name not in (meta.fields or ()):
-            raise ValueError(
-                f"select_fields has {name!r}, which was not found in the fields of the meta, {meta.fields}"
-            )
-    return meta.keys, meta.partition_id, meta.fields if chosen is None else chosen
-
-
-def kv_list(partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-    """By partition, all keys with their tags; of one partition, or of all."""
-    return current().run(calls.list_keys, partition_id)
-
-
-async def async_kv_list(partition_id: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-    """See :func:`kv_list`."""
-    return await current().arun(calls.list_keys, partition_id)
-
-
-def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Clear keys; those that are not there are ignored."""
-    current().run(calls.clear_keys, keys, partition_id)
-
-
-async def async_kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """See :func:`kv_clear`."""
-    await current().arun(calls.clear_keys, keys, partition_id)
+kv_put, async_kv_put = _both("kv_put", calls.put_key)
+kv_batch_put, async_kv_batch_put = _both("kv_batch_put", calls.put_keys)
+kv_batch_get, async_kv_batch_get = _both("kv_batch_get", calls.get_keys)
+kv_batch_get_by_meta, async_kv_batch_get_by_meta = _both("kv_batch_get_by_meta", calls.get_by_meta)
+kv_list, async_kv_list = _both("kv_list", calls.list_keys)
+kv_clear, async_kv_clear = _both("kv_clear", calls.clear_keys)
 
 
 def save_checkpoint(

@@ -27,7 +27,8 @@ _NAMESPACE = b"rlplane.transfer_queue"
 
 def find() -> DataPlaneConfig | None:
     """The config with which to join the plane that there is, or None."""
-    found = _ray_get()
+    kv = _ray_kv()
+    found = None if kv is None else kv._internal_kv_get(_KEY, namespace=_NAMESPACE)
     if found is not None:
         entry = json.loads(found)
         if entry["config"]["impl"] == "local" and entry["host"] != socket.gethostname():
@@ -74,20 +75,15 @@ def withdraw() -> None:
 
 def ray_nodes() -> int:
     """How many machines this job has, as far as Ray knows; 1 without Ray."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return 1
-    return sum(bool(node["Alive"]) for node in ray.nodes())
-
-
-def _ray_get() -> bytes | None:
-    kv = _ray_kv()
-    found: bytes | None = None if kv is None else kv._internal_kv_get(_KEY, namespace=_NAMESPACE)
-    return found
+    ray = _ray()
+    return 1 if ray is None else sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 def _ray_kv() -> Any:
+    ray = _ray()
+    return None if ray is None else ray.experimental.internal_kv
+
+
+def _ray() -> Any:
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    return ray.experimental.internal_kv
+    return ray if ray is not None and ray.is_initialized() else None

@@ -60,7 +60,7 @@ class Segment:
         self.used += size
         known = start + size <= self._high and not self._untouched
         self.cached -= size if known else self._touch(start, size)
-        return bool(self._backed[_pages(start, size)].all())
+        return int(np.count_nonzero(self._backed[_pages(start, size)])) == size // PAGE
 
     def put_back(self, start: int, size: int) -> None:
         """Take addresses back, with their pages."""

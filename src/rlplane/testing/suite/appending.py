@@ -57,10 +57,9 @@ def turns_are_read_one_behind_the_other(plane: PlaneUnderTest) -> None:
 @promise(FINISH)
 def a_claim_gets_a_sample_when_its_last_turn_is_there(plane: PlaneUnderTest) -> None:
     part = plane.partition()
-    claim = part.claim_in_thread(2)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(2)
     _append(part, {"a": [1], "b": [2]})
-    equal("what is ready before", part.client.partition_status(part.name)["fields"]["x"]["produced"], 0)
+    equal("what is ready before", part.status()["fields"]["x"]["produced"], 0)
     _append(part, {"b": [3]}, finish=True)
     _append(part, {"a": [4, 5]}, finish=True)
     meta = claim.result("a claim of finished samples")
@@ -104,9 +103,9 @@ def turns_that_are_cleared_give_their_bytes_back(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     for turn in range(5):
         _append(part, {"a": [turn] * 1000, "b": [turn] * 1000})
-    held = part.client.partition_status(part.name)["bytes"]
+    held = part.status()["bytes"]
     equal("bytes for ten turns of a thousand tokens", 80_000 <= held < 90_000, True)
     part.clear(["a", "b"])
-    equal("bytes of nothing", part.client.partition_status(part.name)["bytes"], 0)
+    equal("bytes of nothing", part.status()["bytes"], 0)
     _append(part, {"a": [1]})
     _reads(part, {"a": [1]})

@@ -42,8 +42,7 @@ def a_claim_of_tokens_waits_until_it_is_full(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     _write(part, {"a": 3, "b": 4})
     times_out("a claim of more tokens than are there", part, 9, ready=2, max_tokens=10)
-    claim = part.claim_in_thread(9, max_tokens=10)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(9, max_tokens=10)
     _write(part, {"c": 4})
     has_samples("the claim", claim.result("a claim whose tokens are there"), "ab")
 

@@ -8,8 +8,8 @@ import torch
 
 from rlplane.errors import CapacityError, CapacityTimeoutError
 from rlplane.testing.expectations import equal, expect, refuses
-from rlplane.testing.plane_under_test import PlaneUnderTest
-from rlplane.testing.promises import promise
+from rlplane.testing.plane_under_test import PartitionUnderTest, PlaneUnderTest
+from rlplane.testing.promises import BrokenPromise, promise
 
 promise = partial(promise, feature="capacity")
 
@@ -65,15 +65,7 @@ def a_write_without_new_samples_does_not_wait(plane: PlaneUnderTest) -> None:
 @promise("One that could never fit raises `CapacityError` at once.")
 def a_write_that_could_never_fit_is_refused_at_once(plane: PlaneUnderTest) -> None:
     part = plane.partition(client=plane.configured(storage_capacity=3))
-    refuses(
-        CapacityError,
-        "a write of four samples to a plane for three",
-        part.put,
-        "abcd",
-        {"x": torch.zeros(4)},
-        timeout_s=2 * plane.deadline,
-        within_s=plane.deadline,
-    )
+    _never_fits("a write of four samples to a plane for three", part, list("abcd"), torch.zeros(4))
     refuses(KeyError, "reading what was refused", part.get, "a")
 
 
@@ -82,30 +74,12 @@ def bytes_are_a_capacity_too(plane: PlaneUnderTest) -> None:
     client = plane.configured(global_segment_size=8 * MEGABYTE, local_buffer_size=MEGABYTE)
     part = plane.partition(client=client)
     row = torch.zeros(1, MEGABYTE // 4)
-    ids = [f"row-{i}" for i in range(64)]
-    full_at = None
-    for index, sample_id in enumerate(ids):
-        try:
-            part.put([sample_id], {"x": row + index}, timeout_s=plane.short)
-        except CapacityTimeoutError:
-            full_at = index
-            break
-    if full_at is None or full_at == 0:
-        expect(False, f"a plane of 8 MiB took {full_at or len(ids)} rows of 1 MiB")
-        return
-    refuses(KeyError, "reading the row that found no room", part.get, [ids[full_at]])
-    part.clear(ids[:full_at])
-    part.put([ids[full_at]], {"x": row + 7})
-    equal("a row that had to wait for bytes", float(part.get([ids[full_at]]).get("x").max()), 7.0)
-    refuses(
-        CapacityError,
-        "a write of 64 MiB to a plane of 8 MiB",
-        part.put,
-        ["huge"],
-        {"x": torch.zeros(1, 16 * MEGABYTE)},
-        timeout_s=2 * plane.deadline,
-        within_s=plane.deadline,
-    )
+    written, refused = _fill(part, row, "1 MiB")
+    refuses(KeyError, "reading the row that found no room", part.get, [refused])
+    part.clear(written)
+    part.put([refused], {"x": row + 7})
+    equal("a row that had to wait for bytes", float(part.get([refused]).get("x").max()), 7.0)
+    _never_fits("a write of 64 MiB to a plane of 8 MiB", part, ["huge"], torch.zeros(1, 16 * MEGABYTE))
 
 
 @promise(
@@ -134,15 +108,7 @@ def a_plane_that_is_full_of_new_samples_can_finish_them(plane: PlaneUnderTest) -
     client = plane.configured(global_segment_size=8 * MEGABYTE, local_buffer_size=MEGABYTE)
     part = plane.partition(fields=["x", "y"], client=client)
     row = torch.zeros(1, MEGABYTE // 8)
-    ids = [f"row-{i}" for i in range(64)]
-    written: list[str] = []
-    for sample_id in ids:
-        try:
-            part.put([sample_id], {"x": row}, timeout_s=plane.short)
-        except CapacityTimeoutError:
-            break
-        written.append(sample_id)
-    expect(0 < len(written) < len(ids), f"a plane of 8 MiB took {len(written)} rows of half a MiB")
+    written, _ = _fill(part, row, "half a MiB")
     new = plane.start(lambda: part.put(["new"], {"x": row + 1}))
     expect(not new.is_done_within(plane.short), "a row that had found no room was written all the same")
     for sample_id in written:
@@ -154,3 +120,20 @@ def a_plane_that_is_full_of_new_samples_can_finish_them(plane: PlaneUnderTest) -
     expect(not new.is_done_within(plane.short), "a new row was written before anything was cleared")
     part.clear(written)
     new.result("a new row after a clear")
+
+
+def _fill(part: PartitionUnderTest, row: torch.Tensor, size: str) -> tuple[list[str], str]:
+    """Write such rows until one finds no room; the ids of those that did, and its own."""
+    ids = [f"row-{i}" for i in range(64)]
+    for index, sample_id in enumerate(ids):
+        try:
+            part.put([sample_id], {"x": row}, timeout_s=part.plane.short)
+        except CapacityTimeoutError:
+            expect(index, f"a plane of 8 MiB took no row of {size}")
+            return ids[:index], sample_id
+    raise BrokenPromise(f"a plane of 8 MiB took {len(ids)} rows of {size}")
+
+
+def _never_fits(what: str, part: PartitionUnderTest, ids: list[str], column: torch.Tensor) -> None:
+    deadline = part.plane.deadline
+    refuses(CapacityError, what, part.put, ids, {"x": column}, timeout_s=2 * deadline, within_s=deadline)

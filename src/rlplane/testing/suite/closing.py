@@ -197,7 +197,7 @@ def another_client_notices_that_a_partition_was_dropped_and_made_anew(plane: Pla
 def errors_are_of_the_classes_in_the_tree(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
     part.put_numbers("a")
-    nowhere = plane.unregistered()
+    nowhere, two_rows = plane.unregistered(), TensorDict({"x": torch.zeros(2)}, [2])
     calls: list[tuple[type[DataPlaneError], str, Callable[[], object]]] = [
         (UnknownPartitionError, "a write to an unknown partition", lambda: nowhere.put_numbers("a")),
         (UnknownPartitionError, "a claim on an unknown partition", lambda: nowhere.claim_ready()),
@@ -207,18 +207,10 @@ def errors_are_of_the_classes_in_the_tree(plane: PlaneUnderTest) -> None:
         (MissingDataError, "a read of a missing sample", lambda: part.get("z")),
         (MissingDataError, "a read of an unproduced field", lambda: part.get("a", ["y"])),
         (InvalidRequestError, "a write with duplicate ids", lambda: part.put_numbers("bb")),
-        (
-            InvalidRequestError,
-            "a write with a wrong row count",
-            lambda: part.client.put_samples(["b"], part.name, _two_rows()),
-        ),
+        (InvalidRequestError, "a write with a wrong row count", lambda: part.put("b", two_rows)),
         (InvalidRequestError, "a claim with batch_size=0", lambda: part.claim_ready(0)),
         (InvalidRequestError, "a registration with a field twice", lambda: part.register(["x", "x"])),
         (UnsupportedValueError, "a write of a set", lambda: part.put("b", {"y": objects([{1}])})),
     ]
     for kind, what, call in calls:
         refuses(kind, what, call)
-
-
-def _two_rows() -> TensorDict:
-    return TensorDict({"x": torch.zeros(2)}, [2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlplane.testing.expectations import equal, expect, has_column, jagged, strided
+from rlplane.testing.expectations import equal, expect, has_column, has_columns, jagged, strided
 from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import NotApplicable, promise
 
@@ -42,9 +42,7 @@ def dense_columns_of_every_dtype_come_back_as_they_went_in(plane: PlaneUnderTest
     numbers = torch.tensor([[0, 1, 2], [1, 0, 4], [0, 0, 8]])
     columns = {str(dtype): numbers.to(dtype) for dtype in DTYPES}
     part.put("abc", columns)
-    batch = part.get("abc", list(columns))
-    for name, column in columns.items():
-        has_column("a read", batch, name, list(column), "dense")
+    has_columns("a read", part.get("abc", columns), columns, "dense")
 
 
 @promise(DENSE, AS_WRITTEN)
@@ -52,9 +50,8 @@ def nested_columns_of_every_dtype_come_back_as_they_went_in(plane: PlaneUnderTes
     part = plane.partition(fields=[str(dtype) for dtype in DTYPES])
     rows = {str(dtype): [torch.tensor([0, 1, 1]).to(dtype), torch.tensor([1]).to(dtype)] for dtype in DTYPES}
     part.put("ab", {name: jagged(column) for name, column in rows.items()})
-    batch = part.get("ba", list(rows))
-    for name, column in rows.items():
-        has_column("a read", batch, name, column[::-1], "jagged")
+    backwards = {name: column[::-1] for name, column in rows.items()}
+    has_columns("a read", part.get("ba", rows), backwards, "jagged")
 
 
 @promise(DENSE, AS_WRITTEN)
@@ -86,9 +83,8 @@ def rows_of_many_dimensions_keep_their_shape(plane: PlaneUnderTest) -> None:
         for name, shape in shapes.items()
     }
     part.put("abc", columns)
-    batch = part.get("cba", list(columns))
-    for name, column in columns.items():
-        has_column("a read", batch, name, list(column.flip(0)), "dense")
+    backwards = {name: column.flip(0) for name, column in columns.items()}
+    has_columns("a read", part.get("cba", columns), backwards, "dense")
 
 
 @promise(DENSE, LAYOUT)
@@ -115,23 +111,21 @@ def nested_rows_in_the_strided_layout_come_back_jagged(plane: PlaneUnderTest) ->
     flat = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])]
     wide = [torch.arange(6).reshape(3, 2), torch.arange(2).reshape(1, 2)]
     part.put("ab", {"flat": strided(flat), "wide": strided(wide)})
-    batch = part.get("ba", ["flat", "wide"])
-    has_column("strided rows", batch, "flat", flat[::-1], "jagged")
-    has_column("strided rows of two dimensions", batch, "wide", wide[::-1], "jagged")
+    wanted = {"flat": flat[::-1], "wide": wide[::-1]}
+    has_columns("strided rows", part.get("ba", wanted), wanted, "jagged")
 
 
 @promise(DENSE, AS_WRITTEN)
 def empty_rows_stay_empty_rows(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["some", "all", "wide"])
-    some = [torch.ones(0), torch.ones(3), torch.ones(0)]
-    wide = [torch.ones(2, 3), torch.ones(0, 3), torch.ones(1, 3)]
-    none = [torch.ones(0), torch.ones(0), torch.ones(0)]
-    part.put("abc", {"some": jagged(some), "all": jagged(none), "wide": jagged(wide)})
-    batch = part.get("abc", ["some", "all", "wide"])
-    has_column("rows of which two are empty", batch, "some", some, "jagged")
-    has_column("rows that are all empty", batch, "all", none, "jagged")
-    has_column("rows of which one is empty", batch, "wide", wide, "jagged")
-    has_column("one empty row", part.get("a", ["some"]), "some", none[:1], "jagged")
+    rows = {
+        "some": [torch.ones(0), torch.ones(3), torch.ones(0)],
+        "all": [torch.ones(0), torch.ones(0), torch.ones(0)],
+        "wide": [torch.ones(2, 3), torch.ones(0, 3), torch.ones(1, 3)],
+    }
+    part.put("abc", {name: jagged(column) for name, column in rows.items()})
+    has_columns("rows of which some are empty", part.get("abc", rows), rows, "jagged")
+    has_column("one empty row", part.get("a", ["some"]), "some", [torch.ones(0)], "jagged")
 
 
 @promise(LAYOUT)
@@ -141,14 +135,12 @@ def dense_rows_of_several_shapes_come_back_jagged_and_of_one_shape_dense(plane: 
     narrow, tall = torch.ones(2, 1, 3), torch.ones(1, 4, 3)
     part.put("ab", {"x": short, "wide": narrow})
     part.put("c", {"x": long, "wide": tall})
-    fields = ["x", "wide"]
-    mixed = part.get("acb", fields)
-    has_column("rows of two shapes", mixed, "x", [short[0], long[0], short[1]], "jagged")
-    has_column("rows of two shapes", mixed, "wide", [narrow[0], tall[0], narrow[1]], "jagged")
-    alike = part.get("ba", fields)
-    has_column("the rows of one shape", alike, "x", [short[1], short[0]], "dense")
-    has_column("the rows of one shape", alike, "wide", [narrow[1], narrow[0]], "dense")
-    has_column("the row of the other shape", part.get("c", fields), "x", [long[0]], "dense")
+    mixed = {"x": [short[0], long[0], short[1]], "wide": [narrow[0], tall[0], narrow[1]]}
+    has_columns("rows of two shapes", part.get("acb", mixed), mixed, "jagged")
+    alike = {"x": [short[1], short[0]], "wide": [narrow[1], narrow[0]]}
+    has_columns("the rows of one shape", part.get("ba", alike), alike, "dense")
+    other = {"x": [long[0]], "wide": [tall[0]]}
+    has_columns("the row of the other shape", part.get("c", other), other, "dense")
 
 
 @promise(LAYOUT)
@@ -162,8 +154,7 @@ def dense_and_nested_rows_of_one_field_come_back_jagged(plane: PlaneUnderTest) -
 
 @promise(AS_WRITTEN)
 def columns_that_are_views_are_written_as_they_look(plane: PlaneUnderTest) -> None:
-    fields = ["transposed", "stepped", "expanded", "narrowed"]
-    part = plane.partition(fields=fields)
+    part = plane.partition(fields=["transposed", "stepped", "expanded", "narrowed"])
     base = torch.arange(24, dtype=torch.int64).reshape(4, 6)
     narrowed = torch.nested.narrow(
         base[:3].clone(), 1, torch.tensor([0, 2, 1]), torch.tensor([6, 2, 0]), layout=torch.jagged
@@ -172,14 +163,11 @@ def columns_that_are_views_are_written_as_they_look(plane: PlaneUnderTest) -> No
         "transposed": base[:, :3].t(),
         "stepped": base[::2, ::3].flip(0).repeat(2, 1)[:3],
         "expanded": torch.tensor([7]).expand(3, 5),
-        "narrowed": narrowed,
     }
-    part.put("abc", columns)
-    batch = part.get("abc", fields)
-    for name in fields[:3]:
-        has_column("a view", batch, name, list(columns[name]), "dense")
+    part.put("abc", {**columns, "narrowed": narrowed})
+    has_columns("a view", part.get("abc", columns), columns, "dense")
     rows = [base[0], base[1, 2:4], base[2, :0]]
-    has_column("a jagged view with gaps", batch, "narrowed", rows, "jagged")
+    has_column("a jagged view with gaps", part.get("abc", ["narrowed"]), "narrowed", rows, "jagged")
 
 
 @promise("Gradients are detached; what is on a device is moved to the host.")

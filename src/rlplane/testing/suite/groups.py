@@ -58,8 +58,7 @@ def a_claim_takes_no_more_groups_than_fit_its_batch(plane: PlaneUnderTest) -> No
 @promise(WHOLE)
 def a_waiting_claim_is_woken_by_the_last_member_of_a_group(plane: PlaneUnderTest) -> None:
     part = plane.partition(group_size=2)
-    claim = part.claim_in_thread(4)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(4)
     part.put_numbers(["a_g0", "b_g0"])
     part.put_numbers(["b_g1"])
     part.put_numbers(["a_g1"])

@@ -84,14 +84,8 @@ def an_unproduced_field_is_an_error_that_names_it(plane: PlaneUnderTest) -> None
     part = plane.partition(fields=["x", "reward"])
     part.put_numbers("ab")
     part.put_numbers("a", field="reward")
-    refuses(
-        KeyError,
-        "reading a field that one row does not have",
-        part.get,
-        "ab",
-        ["x", "reward"],
-        mentions=["reward"],
-    )
+    what = "reading a field that one row does not have"
+    refuses(KeyError, what, part.get, "ab", ["x", "reward"], mentions=["reward"])
     refuses(KeyError, "reading a field that is not known", part.get, "a", ["nowhere"], mentions=["nowhere"])
     meta = KVBatchMeta(part.name, None, ["b"], fields=["reward"])
     refuses(KeyError, "get_data of an unproduced field", part.client.get_data, meta, mentions=["reward"])

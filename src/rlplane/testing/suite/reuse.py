@@ -47,8 +47,7 @@ def a_sample_is_claimed_again_after_the_others_had_their_turn(plane: PlaneUnderT
 def a_waiting_claim_gets_samples_that_line_up_again(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("ab")
-    claim = part.claim_in_thread(3, max_uses=2)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(3, max_uses=2)
     equal("what is claimed meanwhile", _ready(part), ["a", "b"])
     part.put_numbers("c")
     has_samples("the claim that waited", claim.result("a claim"), ["a", "b", "c"])

@@ -44,8 +44,7 @@ def _groups(plane: PlaneUnderTest, *names: str, flow: dict[str, Any] | None = No
 def a_group_that_is_closed_has_the_members_that_were_finished(plane: PlaneUnderTest) -> None:
     part = _groups(plane, "a", "b")
     part.put_numbers(["a_g0", "a_g2", "b_g0", "b_g1", "b_g2"])
-    claim = part.claim_in_thread(6)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(6)
     equal("the members", part.client.close_group(part.name, "a", reason="failed"), 2)
     meta = claim.result("a claim of a group that was closed")
     has_samples("the claim", meta, ["b_g0", "b_g1", "b_g2", "a_g0", "a_g2"])
@@ -91,8 +90,7 @@ def a_group_that_waited_long_enough_ends_by_itself(plane: PlaneUnderTest) -> Non
         "group_timeout_s": plane.short,
     }
     part = _groups(plane, "a", "b", "c", flow=flow)
-    claim = part.claim_in_thread(6)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(6)
     part.put_numbers(["c_g0", "c_g1", "c_g2"])
     part.put_numbers(["a_g0", "a_g1", "b_g2"])
     meta = claim.result("a claim of a group that has waited")
@@ -100,7 +98,7 @@ def a_group_that_waited_long_enough_ends_by_itself(plane: PlaneUnderTest) -> Non
     equal("why it is short", [group.reason for group in meta.groups()], [None, "timeout"])
     times_out("a claim afterwards", part, 3, ready=0)
     equal("what is there", part.client.count(part.name), 5)
-    status = part.client.partition_status(part.name)["flow"]
+    status = part.status()["flow"]
     equal(
         "what the status says", (status["closed_short"], status["evicted"]), ({"timeout": 1}, {"timeout": 4})
     )

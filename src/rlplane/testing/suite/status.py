@@ -36,14 +36,14 @@ def live_samples_are_listed_in_the_order_of_their_first_write(plane: PlaneUnderT
 @promise(STATUS, method="partition_status")
 def the_status_of_a_partition_counts_samples_fields_and_claims(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"], num_samples=12, tasks=["train", "eval"])
-    empty = _status(part)
+    empty = part.status()
     equal("oldest_age_s of an empty partition", empty["oldest_age_s"], None)
     equal("bytes of an empty partition", empty["bytes"], 0)
     equal("samples of an empty partition", empty["samples"], 0)
     part.put("abc", {"x": torch.zeros(3, 100)})
     part.put("ad", {"y": torch.zeros(2)})
     part.claim_ready(2)
-    status = _status(part)
+    status = part.status()
     wanted = {
         "partition_id": part.name,
         "num_samples": 12,
@@ -68,11 +68,11 @@ def the_status_of_a_partition_follows_clears_and_registrations(plane: PlaneUnder
     part = plane.partition(num_samples=2)
     part.put_numbers("abc")
     part.clear("ab")
-    status = _status(part)
+    status = part.status()
     equal("samples after a clear", (status["samples"], status["written"]), (1, 3))
     equal("produced after a clear", status["fields"]["x"]["produced"], 1)
     part.register(fields=["y"], num_samples=7, tasks=["new"])
-    status = _status(part)
+    status = part.status()
     equal("num_samples after a registration", status["num_samples"], 7)
     equal("samples after a registration", (status["samples"], status["written"]), (1, 0))
     equal("tasks after a registration", list(status["tasks"]), ["new"])
@@ -85,26 +85,22 @@ def the_status_of_a_partition_counts_waiting_claims(plane: PlaneUnderTest) -> No
     part = plane.partition(tasks=["train", "eval"])
     claims = [part.claim_in_thread(1), part.claim_in_thread(1)]
     expect(part.wait_until_claims_wait(2), "partition_status went away")
-    equal("the claims of another task that wait", _status(part)["tasks"]["eval"]["waiting"], 0)
+    equal("the claims of another task that wait", part.status()["tasks"]["eval"]["waiting"], 0)
     part.put_numbers("ab")
     for claim in claims:
         claim.result("a claim of a sample that is ready")
-    equal("the claims that wait when all are served", _status(part)["tasks"]["train"]["waiting"], 0)
+    equal("the claims that wait when all are served", part.status()["tasks"]["train"]["waiting"], 0)
     times_out("a claim of nothing", part, 1, ready=0)
-    equal("the claims that wait after a timeout", _status(part)["tasks"]["train"]["waiting"], 0)
+    equal("the claims that wait after a timeout", part.status()["tasks"]["train"]["waiting"], 0)
 
 
 @promise(STATUS, method="partition_status", feature="groups")
 def the_status_of_a_partition_says_its_group_size(plane: PlaneUnderTest) -> None:
-    equal("grpo_group_size", _status(plane.partition(group_size=4))["grpo_group_size"], 4)
+    equal("grpo_group_size", plane.partition(group_size=4).status()["grpo_group_size"], 4)
 
 
 def _listed(part: PartitionUnderTest) -> list[str]:
     return part.client.list_sample_ids(part.name)
-
-
-def _status(part: PartitionUnderTest) -> dict[str, Any]:
-    return dict(part.client.partition_status(part.name))
 
 
 def _known(got: Any, wanted: Any) -> Any:

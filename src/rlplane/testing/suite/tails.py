@@ -53,8 +53,7 @@ def a_tail_waits_until_all_of_it_is_ready(plane: PlaneUnderTest) -> None:
     part.put_numbers("abc")
     part.put_numbers("ac", field="y")
     times_out("a claim when one of three rows is not ready", part, 4, ready=2, required=["y"])
-    claim = part.claim_in_thread(4, required=["y"])
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(4, required=["y"])
     part.put_numbers("b", field="y")
     has_samples("the tail", claim.result("a claim whose tail has become ready"), "acb")
 
@@ -64,8 +63,7 @@ def a_tail_does_not_wait_for_samples_that_were_cleared(plane: PlaneUnderTest) ->
     part = plane.partition(fields=["x", "y"], num_samples=3)
     part.put_numbers("abc")
     part.put_numbers("ab", field="y")
-    claim = part.claim_in_thread(4, required=["y"])
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(4, required=["y"])
     part.clear("c")
     has_samples("the tail", claim.result("a claim whose last missing sample was cleared"), "ab")
 

@@ -9,7 +9,16 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from rlplane.testing.expectations import equal, expect, has_column, objects, refuses, rows_of, strided
+from rlplane.testing.expectations import (
+    equal,
+    expect,
+    has_column,
+    has_columns,
+    objects,
+    refuses,
+    rows_of,
+    strided,
+)
 from rlplane.testing.plane_under_test import PlaneUnderTest
 from rlplane.testing.promises import promise
 
@@ -53,9 +62,7 @@ def every_form_of_a_column_of_trees_is_one_tree_per_row(plane: PlaneUnderTest) -
     }
     part = plane.partition(fields=list(columns))
     part.put("ab", TensorDict(columns, [2]))
-    batch = part.get("ba", list(columns))
-    for name in columns:
-        has_column("a read", batch, name, rows[::-1], "objects")
+    has_columns("a read", part.get("ba", columns), dict.fromkeys(columns, rows[::-1]), "objects")
 
 
 @promise(TREES)
@@ -113,7 +120,7 @@ def a_tensor_that_rows_share_is_held_once(plane: PlaneUnderTest) -> None:
     image = torch.zeros(400, 1000, dtype=torch.bfloat16)
     rows = [{"image": image, "own": torch.tensor([i])} for i in range(8)]
     part.put([f"row-{i}" for i in range(8)], {"x": objects(rows)})
-    held = part.client.partition_status(part.name)["bytes"]
+    held = part.status()["bytes"]
     limit = 1.05 * image.nbytes
     expect(
         image.nbytes <= held <= limit, f"{held} bytes are held for a shared tensor of {image.nbytes} bytes"
@@ -132,12 +139,15 @@ def a_leaf_is_read_alone(plane: PlaneUnderTest) -> None:
     batch = part.get("ca", names)
     equal("the fields", list(batch.keys()), names)
     two = [rows[2], rows[0]]
-    has_column("a read", batch, "mm.pixel_values", [row["pixel_values"] for row in two], "objects")
-    has_column("a read", batch, "mm.turns.0", [row["turns"][0] for row in two], "objects")
-    has_column("a read", batch, "mm.turns", [row["turns"] for row in two], "objects")
-    has_column("a read", batch, "mm.deep.a", [row["deep"]["a"] for row in two], "objects")
+    leaves = {
+        "mm.pixel_values": [row["pixel_values"] for row in two],
+        "mm.turns.0": [row["turns"][0] for row in two],
+        "mm.turns": [row["turns"] for row in two],
+        "mm.deep.a": [row["deep"]["a"] for row in two],
+        "mm": two,
+    }
+    has_columns("a read", batch, leaves, "objects")
     has_column("a read", batch, "mm.flat", [torch.tensor(2), torch.tensor(0)], "dense")
-    has_column("a read", batch, "mm", two, "objects")
 
 
 @promise(LEAVES, "A row that has nothing there: `KeyError`.")

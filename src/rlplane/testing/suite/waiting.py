@@ -17,8 +17,7 @@ TIMEOUT = (
 @promise(WAITS)
 def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: PlaneUnderTest) -> None:
     part = plane.partition(fields=["x", "y"])
-    claim = part.claim_in_thread(3, required=["x", "y"])
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(3, required=["x", "y"])
     part.put_numbers("abcd")
     part.put_numbers("ba", field="y")
     expect(not claim.is_done_within(plane.short), "a claim of three samples ended when two were ready")
@@ -31,8 +30,7 @@ def a_waiting_claim_is_woken_by_the_write_that_completes_its_batch(plane: PlaneU
 def a_waiting_claim_is_woken_by_tags_that_make_samples_match(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put_numbers("abc")
-    claim = part.claim_in_thread(2, where={"v": {">=": 2}})
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(2, where={"v": {">=": 2}})
     part.put("ab", None, [{"v": 1}, {"v": 2}])
     part.put("c", None, [{"v": 3}])
     has_samples("the claim", claim.result("a claim whose samples match by now"), "bc")
@@ -53,8 +51,7 @@ def a_waiting_claim_is_woken_by_the_write_of_another_client(plane: PlaneUnderTes
 @promise(WAITS)
 def a_waiting_claim_holds_up_nobody_else(plane: PlaneUnderTest) -> None:
     part = plane.partition(tasks=["train", "eval"])
-    claim = part.claim_in_thread(2)
-    part.wait_until_claims_wait(1)
+    claim = part.waiting_claim(2)
     part.put_numbers("a")
     has_samples("a claim of another task", part.claim(1, task="eval"), "a")
     equal("a read", part.numbers("a"), [0.0])
@@ -102,10 +99,7 @@ def a_claim_without_patience_takes_a_full_batch_or_times_out(plane: PlaneUnderTe
 @promise("Waiting claims of one task are served first come, first served.", method="partition_status")
 def waiting_claims_are_served_first_come_first_served(plane: PlaneUnderTest) -> None:
     part = plane.partition()
-    claims = []
-    for count in range(1, 5):
-        claims.append(part.claim_in_thread(2))
-        part.wait_until_claims_wait(count)
+    claims = [part.waiting_claim(2, among=count) for count in range(1, 5)]
     for ids in ("ab", "cd", "ef", "gh"):
         part.put_numbers(ids)
     for ids, claim in zip(("ab", "cd", "ef", "gh"), claims, strict=True):
@@ -115,10 +109,7 @@ def waiting_claims_are_served_first_come_first_served(plane: PlaneUnderTest) -> 
 @promise("Waiting claims of one task are served first come, first served.", method="partition_status")
 def one_write_serves_several_waiting_claims(plane: PlaneUnderTest) -> None:
     part = plane.partition(num_samples=5)
-    claims = []
-    for count in range(1, 4):
-        claims.append(part.claim_in_thread(2))
-        part.wait_until_claims_wait(count)
+    claims = [part.waiting_claim(2, among=count) for count in range(1, 4)]
     part.put_numbers("abcde")
     for ids, claim in zip(("ab", "cd", "e"), claims, strict=True):
         has_samples("a waiting claim", claim.result("a claim that one write serves"), ids)

@@ -92,12 +92,8 @@ def an_unknown_operator_is_refused(plane: PlaneUnderTest) -> None:
     part = plane.partition()
     part.put("a", {"x": torch.zeros(1)}, [{"v": 1}])
     for operator in ("=", "~", "contains", ""):
-        refuses(
-            ValueError,
-            f"a claim with the operator {operator!r}",
-            part.claim_ready,
-            where={"v": {operator: 1}},
-        )
+        what = f"a claim with the operator {operator!r}"
+        refuses(ValueError, what, part.claim_ready, where={"v": {operator: 1}})
     refuses(ValueError, "a claim that waits, with the operator '=>',", part.claim, 1, where={"v": {"=>": 1}})
     has_samples("a claim afterwards", part.claim_ready(), "a")
 
