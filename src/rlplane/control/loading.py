@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import filled
 from rlplane.control.dump import (
     SCHEMA_VERSION,
     SavedField,
@@ -240,7 +241,9 @@ class StateLoader:
         if len({item.name for item in saved.columns}) < len(saved.columns):
             raise ValueError("it has a field twice")
         for item in saved.columns:
-            column = table.columns.setdefault(item.name, FieldIndex(table.size, item.declared))
+            column = table.columns.get(item.name)
+            if column is None:
+                column = table.columns[item.name] = FieldIndex(table.size, item.declared)
             column.stamped = item.stamped
             self._add_places(partition, column, item, rows)
         for cursor in saved.tasks:
@@ -251,7 +254,7 @@ class StateLoader:
             loaded.unfinished[cursor.name].append(rows[_read(cursor.unfinished, np.bool_, count)])
             if cursor.uses:
                 if task.uses is None:
-                    task.uses = np.zeros(table.size, np.int64)
+                    task.uses = filled(table.size, np.int64, 0)
                 task.uses[rows] = _read(cursor.uses, np.int64, count)
             if cursor.places:
                 task.place(rows, _read(cursor.places, np.int64, count))
@@ -283,6 +286,11 @@ class StateLoader:
         rows = np.concatenate(loaded.rows) if loaded.rows else NO_ROWS
         # Also when nothing is left of what had the numbers below.
         table.next_serial = max(table.next_serial, saved.next_serial)
+        serials = table.serial[rows]
+        if len(rows) and not (
+            serials[0] >= 0 and (np.diff(serials) > 0).all() and serials[-1] < table.next_serial
+        ):
+            raise ValueError("the numbers of its samples are not in order")
         table.written, table.finished = saved.written, saved.finished
         partition.groups.sizes.update(saved.group_sizes)
         partition.groups.closed.update(saved.closed)

@@ -300,6 +300,15 @@ def test_a_block_that_is_not_in_the_file_is_named() -> None:
         restore_state(dump_state(small_state()), {0: 0}, {0: BlockSize(64, 2)}, None)
 
 
+@pytest.mark.parametrize("serials", [(0, 9), (1, 0), (1, 1), (-1, 0)])
+def test_numbers_of_samples_that_are_not_in_order_are_refused(serials: tuple[int, int]) -> None:
+    good = dump_state(small_state())
+    numbers = np.array([0, 1]).tobytes()
+    assert good.count(numbers) == 1
+    with pytest.raises(CheckpointError, match="not in order"):
+        restore_state(good.replace(numbers, np.array(serials).tobytes()), {0: 0, 1: 1}, SIZES, None)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_altered_bytes_are_refused_or_harmless_and_never_anything_else(data: st.DataObject) -> None:
