@@ -19,10 +19,17 @@ class Peer:
         self.number, self.socket, self.accepted = number, socket_, accepted
         self.inbox = Inbox(MAX_MESSAGE)
         self.unsent = bytearray()
-        # What came while the other end did not read its answers.
+        self.long_answers = 0  # that are being encoded
+        # What came while it still had to get earlier answers.
         self.unserved: deque[tuple[int, memoryview]] = deque()
         self.client: int | None = None
         self.is_lifeline = False
+
+    @property
+    def has_to_wait(self) -> bool:
+        """Whether it gets the answers that it has asked for before it may ask for more: else they would fill
+        the memory of the service."""
+        return bool(self.unsent or self.long_answers)
 
 
 def send_some(to: socket.socket, data: bytes | bytearray) -> int:

@@ -31,6 +31,7 @@ from rlplane.service.core import ControlService
 from rlplane.service.forked_dump import ForkedDumps
 from rlplane.service.framing import LONGEST, MessageTooLong, message
 from rlplane.service.journal import Journal
+from rlplane.service.long_answers import LongAnswer, is_long_answer
 from rlplane.service.peers import Peer, send_some
 from rlplane.service.recovery import About, JournaledHost, Recovered, resume, unreferenced
 from rlplane.service.sockets import check_peer, prepare_tcp
@@ -108,6 +109,7 @@ class Server:
         self._unknown: dict[int, Peer] = {}  # those that have not introduced themselves yet
         self._next_peer = 1 if recovered is None else recovered.next_channel
         self._unsent: list[tuple[Peer, int, wire.Answer]] = []
+        self._long_answers: deque[tuple[Peer, int, LongAnswer]] = deque()
         self._piece = memoryview(bytearray(_PIECE))
         self._secrets: dict[int, str] = {}
         self._next_client = 0
@@ -142,7 +144,7 @@ class Server:
                     self._note_stall()
                     due = service.next_deadline()
                 idle = _LOOK_S if self._missing else _TIDY_S
-                wait = 0.0 if self._looking or service.has_work else min(due - self._busy_since, idle)
+                wait = 0.0 if self._has_work else min(due - self._busy_since, idle)
                 began = self._busy_since
                 events = self._epoll.poll(max(wait, 0.0))
                 self._set_time()
@@ -155,7 +157,8 @@ class Server:
                         self._serve(fd, event)
                     except Exception:
                         logger.exception("the service has a bug, and goes on without this connection")
-                        self._forget(fd)
+                        if fd in self._peers_by_fd:
+                            self._hang_up(self._peers_by_fd[fd])
                     self._send_answers()
                     self._note_stall()
                 if self._looking:
@@ -166,15 +169,22 @@ class Server:
                     self._go_on()
                     self._send_answers()
                     self._note_stall()
+                if self._long_answers:
+                    self._encode_on()
+                    self._note_stall()
                 if not events or service.now >= self._look_at:
                     self._look_at = service.now + _LOOK_S
-                    self._look_at_the_clock(is_idle=not events and not self._looking and not service.has_work)
+                    self._look_at_the_clock(is_idle=not events and not self._has_work)
                     self._send_answers()
                     self._note_stall()
         finally:
             if self._stopping:
                 self._say_farewell()
             self.close()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._looking or self._long_answers or self.service.has_work)
 
     def _say_farewell(self) -> None:
         """Tell the clients that the plane has ended, so that none waits for it to come back."""
@@ -217,11 +227,8 @@ class Server:
         """After a pause of the service, what was abandoned meanwhile must be known before it is done."""
         if len(events) < 2:
             return events
-        return sorted(events, key=lambda event: not self._is_lifeline(event[0]))
-
-    def _is_lifeline(self, fd: int) -> bool:
-        peer = self._peers_by_fd.get(fd)
-        return peer is not None and peer.is_lifeline
+        peers = self._peers_by_fd
+        return sorted(events, key=lambda event: event[0] not in peers or not peers[event[0]].is_lifeline)
 
     def _set_time(self) -> None:
         self.service.now, self.service.wall = time.monotonic(), time.time()
@@ -316,8 +323,8 @@ class Server:
             self._hang_up(peer)
             return
         for number, body in messages:
-            if peer.unsent:
-                # The other end does not read its answers. These are views of what is read into next.
+            if peer.has_to_wait:
+                # These are views of what is read into next.
                 peer.unserved.append((number, memoryview(bytes(body))))
             else:
                 self._serve_message(peer, number, body)
@@ -342,7 +349,9 @@ class Server:
                 case wire.Release(lease):
                     self.service.release(peer.client, lease)
                 case wire.Abandon(abandoned):
-                    self._abandon(peer.client, abandoned)
+                    # The request may still be on its way through one of the client's channels. The service
+                    # remembers the number, and does not do it when it arrives.
+                    self.service.abandon(peer.client, abandoned)
                 case wire.Goodbye():
                     self._end_client(peer, died=False)
 
@@ -380,7 +389,7 @@ class Server:
         if hello.bootstrap:
             self._bootstrap, self._bootstrap_deadline = client, None
         logger.info("client %d connected (pid %d)", client, hello.pid)
-        self._answer(peer, number, self._welcome(client))
+        self._unsent.append((peer, number, self._welcome(client)))
 
     def _refuse(self, peer: Peer, number: int, problem: str) -> None:
         self.service.refused += 1
@@ -403,7 +412,7 @@ class Server:
         in_use = self._still_in_use() if self._in_use else {}
         resume(self.service, client, hello.leases, hello.abandoned, in_use)
         logger.info("client %d is back (pid %d)", client, hello.pid)
-        self._answer(peer, number, self._welcome(client))
+        self._unsent.append((peer, number, self._welcome(client)))
         self._finish_recovery()
 
     def _welcome(self, client: int) -> wire.Welcome:
@@ -473,16 +482,12 @@ class Server:
         if self._peers.pop(peer.number, None) is None:
             return
         self._unknown.pop(peer.number, None)
+        self._long_answers = deque(item for item in self._long_answers if item[0] is not peer)
         del self._peers_by_fd[peer.socket.fileno()]
         self._epoll.unregister(peer.socket.fileno())
         peer.socket.close()
         if peer.client is not None:
             self.service.hang_up(peer.number)
-
-    def _forget(self, fd: int) -> None:
-        peer = self._peers_by_fd.get(fd)
-        if peer is not None:
-            self._hang_up(peer)
 
     # Requests
 
@@ -528,11 +533,6 @@ class Server:
         except Exception:
             logger.exception("a long request failed")
 
-    def _abandon(self, client: int, number: int) -> None:
-        # The request may still be on its way through one of the client's channels. The service remembers the
-        # number, and does not do it when it arrives.
-        self.service.abandon(client, number)
-
     def _count_malformed(self, error: Exception) -> None:
         self.service.malformed += 1
         if self.service.malformed == 1:
@@ -543,10 +543,7 @@ class Server:
     def _send(self, request: PendingRequest, answer: wire.Answer) -> None:
         peer = self._peers.get(request.channel)
         if peer is not None:
-            self._answer(peer, request.number, answer)
-
-    def _answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
-        self._unsent.append((peer, number, answer))
+            self._unsent.append((peer, request.number, answer))
 
     def _send_answers(self) -> None:
         """Between inputs: write the journal, and then say what is in it."""
@@ -558,9 +555,25 @@ class Server:
                 self._send_answer(peer, number, answer)
 
     def _send_answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
+        if is_long_answer(answer):
+            peer.long_answers += 1
+            self._long_answers.append((peer, number, LongAnswer(answer)))
+        else:
+            self._send_body(peer, number, wire.encode(answer))
+
+    def _encode_on(self) -> None:
+        """Encode some more of a long answer, and send it when that is done."""
+        peer, number, answer = self._long_answers.popleft()
+        if not answer.encode_some():
+            self._long_answers.append((peer, number, answer))
+            return
+        peer.long_answers -= 1
+        self._send_body(peer, number, answer.body())
+        self._serve_held_up(peer)
+
+    def _send_body(self, peer: Peer, number: int, body: bytes) -> None:
         if peer.number not in self._peers:
             return  # it has hung up meanwhile
-        body = wire.encode(answer)
         if len(body) > LONGEST:
             body = wire.encode(
                 wire.Failure("", f"the answer has {len(body)} bytes, which is too much for one")
@@ -577,7 +590,10 @@ class Server:
 
     def _flush(self, peer: Peer) -> None:
         del peer.unsent[: send_some(peer.socket, peer.unsent)]
-        while peer.unserved and not peer.unsent:
-            self._serve_message(peer, *peer.unserved.popleft())
+        self._serve_held_up(peer)
         if not peer.unsent and peer.number in self._peers:
             self._epoll.modify(peer.socket.fileno(), select.EPOLLIN)
+
+    def _serve_held_up(self, peer: Peer) -> None:
+        while peer.unserved and not peer.has_to_wait:
+            self._serve_message(peer, *peer.unserved.popleft())

@@ -1,0 +1,89 @@
+"""Answers of very many samples are encoded in slices, and say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.service.test_server import SPEC, RunningServer, address, plane, put, wait_until  # noqa: F401
+
+from rlplane.service import long_answers
+from rlplane.service import protocol as wire
+from rlplane.service.framing import Inbox, message
+from rlplane.service.long_answers import LongAnswer, is_long_answer
+
+TAGS = st.dictionaries(st.text(max_size=3), st.integers(0, 2**63) | st.text(max_size=3), max_size=2)
+
+
+def in_slices(answer: wire.Answer) -> tuple[wire.Answer, int]:
+    """What an answer is when it is read, and in how many slices it was encoded."""
+    long, slices = LongAnswer(answer), 1
+    while not long.encode_some():
+        slices += 1
+    return wire.answer_decoder.decode(long.body()), slices
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), TAGS), max_size=60), st.integers(1, 20))
+def test_it_is_read_as_if_it_had_been_encoded_at_once(samples: list[Any], at_once: int) -> None:
+    ids, tags = [sample for sample, _ in samples], [tag for _, tag in samples]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_answers, "_AT_ONCE", at_once)
+        for answer in (wire.Done(ids), wire.Claimed(ids, tags, 0.5)):
+            assert in_slices(answer)[0] == answer
+
+
+def test_names_and_claims_of_many_samples_are_long_and_nothing_else_is() -> None:
+    ids = list(map(str, range(70_000)))
+    assert is_long_answer(wire.Done(ids)) and is_long_answer(wire.Claimed(ids, [{}] * len(ids)))
+    assert not is_long_answer(wire.Done(ids[:60_000])) and not is_long_answer(wire.Done(b"0" * 10**6))
+    assert in_slices(wire.Done(ids)) == (wire.Done(ids), 3)
+
+
+@pytest.fixture
+def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_answers, "_MANY", 1)
+    monkeypatch.setattr(long_answers, "_AT_ONCE", 1)
+
+
+@pytest.mark.usefixtures("everything_is_long")
+def test_others_are_served_between_two_slices_and_one_client_keeps_its_order(plane: RunningServer) -> None:  # noqa: F811
+    connection, other = plane.client(), plane.client()
+    connection.exchange(wire.Register(SPEC))
+    ids = [f"{number:03}" for number in range(300)]
+    for sample_id in ids:
+        put(connection, sample_id)
+    hello = wire.Hello(
+        wire.PROTOCOL_VERSION, plane.token, client=connection.client, secret=connection._secret
+    )
+    requests: list[wire.Request] = [wire.ListIds("p"), wire.Count("p"), wire.ListIds("p"), wire.Count("p")]
+    with plane.raw(hello) as raw, plane.raw(hello) as gone:
+        with plane.stopped():
+            gone.sendall(message(1, wire.encode(wire.Envelope(wire.ListIds("p")))))
+            for number, request in enumerate(requests):
+                raw.sendall(message(number, wire.encode(wire.Envelope(request))))
+        gone.close()  # while its answer is being encoded
+        assert other.exchange(wire.Count("p")) == wire.Done(300)
+        inbox = Inbox(2**20)
+        answered: list[tuple[int, Any]] = []
+        while len(answered) < len(requests):
+            for number, body in inbox.messages(memoryview(raw.recv(2**20))):
+                answer = wire.answer_decoder.decode(body)
+                assert isinstance(answer, wire.Done)
+                answered.append((number, answer.value))
+    assert answered == [(0, ids), (1, 300), (2, ids), (3, 300)]
+    wait_until(lambda: not plane.in_loop(lambda: plane.server._long_answers))
+
+
+@pytest.mark.usefixtures("everything_is_long")
+def test_a_long_claim_is_handed_out_once(plane: RunningServer) -> None:  # noqa: F811
+    connection = plane.client()
+    connection.exchange(wire.Register(SPEC))
+    for sample_id in "abcd":
+        put(connection, sample_id)
+    claim = wire.ClaimRequest("p", "t", [], 3, False, 0.0)
+    claimed = connection.exchange(claim)
+    assert isinstance(claimed, wire.Claimed) and claimed.ids == ["a", "b", "c"]
+    claimed = connection.exchange(claim)
+    assert isinstance(claimed, wire.Claimed) and claimed.ids == ["d"]
