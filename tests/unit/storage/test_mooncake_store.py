@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import torch
 from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnectionError
 from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.mooncake import store as module
+from rlplane.storage.mooncake.sharing import share
 from rlplane.storage.mooncake.store import MooncakeStore
 from rlplane.storage.places import Loss, UnitsDiedError
 
@@ -89,12 +92,15 @@ class FakeMooncake:
         return any(base <= address for base in self.registered)
 
 
+def client_of(fake: FakeMooncake) -> Any:
+    return SimpleNamespace(_store=fake, replica_config=object(), close=fake.close)
+
+
 @pytest.fixture
 def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeMooncake, MooncakeStore]]:
     monkeypatch.setattr(module, "_KEYS_PER_CALL", 4)
     fake = FakeMooncake()
-    client = SimpleNamespace(_store=fake, replica_config=object(), close=fake.close)
-    store = MooncakeStore(client, lambda: None, 0.1, wait_for_close=True)
+    store = MooncakeStore(share("fake", lambda: client_of(fake)), lambda: None, 0.1, wait_for_close=True)
     yield fake, store
     if fake.hang is not None:
         fake.hang.set()
@@ -162,8 +168,8 @@ def test_a_put_waits_for_room_and_sends_only_what_is_not_there_yet(mooncake: Any
     assert [keys for call, keys in fake.calls if call == "put"] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
-        *[[5]] * 5,
         [8, 9],
+        *[[5]] * 5,
     ]
 
 
@@ -171,7 +177,7 @@ def test_a_put_that_finds_no_room_in_time_leaves_nothing(mooncake: Any) -> None:
     fake, store = mooncake
     chunks, buffer = ten_chunks()
     fake.fault = lambda call, key: NO_ROOM if call == "put" and key >= 5 else None
-    with pytest.raises(CapacityTimeoutError, match="no room for 30 more bytes; nothing was written"):
+    with pytest.raises(CapacityTimeoutError, match="no room for 50 more bytes; nothing was written"):
         store.put(chunks, buffer, time.monotonic() + 0.1)
     assert fake.values == {}
 
@@ -317,3 +323,58 @@ def test_memory_that_a_late_answer_is_written_to_is_not_given_to_others(
     assert not freed.is_set(), "Mooncake still writes there"
     fake.hang.set()
     assert freed.wait(10)
+
+
+def test_who_waits_for_room_does_not_hold_up_others_of_its_process(mooncake: Any) -> None:
+    fake, store = mooncake
+    chunks, buffer = ten_chunks()
+    store.put(chunks[:5], buffer, FOREVER)
+    other = MooncakeStore(share("fake", lambda: pytest.fail("it is open")), lambda: None, 0.1)
+    fake.fault = lambda call, key: NO_ROOM if call == "put" else None
+    waiting = threading.Thread(target=lambda: store.put(chunks[5:], buffer, time.monotonic() + 60))
+    waiting.start()
+    read = torch.zeros_like(buffer)
+    other.get(chunks[:5], read)
+    other.drop(chunks[:5])
+    assert read[:50].tolist() == buffer[:50].tolist()
+    fake.fault = lambda call, key: None
+    waiting.join(60)
+    assert len(fake.values) == 5
+    other.close()
+
+
+def test_a_connection_is_shared_until_its_last_user_goes() -> None:
+    fakes: list[FakeMooncake] = []
+
+    def connect() -> Any:
+        fakes.append(FakeMooncake())
+        return client_of(fakes[-1])
+
+    first, second = share("one", connect), share("one", connect)
+    another = share("two", connect)
+    assert first is second and first is not another and len(fakes) == 2
+    first.close()
+    assert [fake.closed for fake in fakes] == [False, False]
+    assert share("one", connect) is second
+    second.close()
+    second.close()
+    assert [fake.closed for fake in fakes] == [True, False]
+    again = share("one", connect)
+    assert again is not second and len(fakes) == 3
+    again.close()
+    another.close()
+    with pytest.raises(OSError, match="no master"):
+        share("three", lambda: (_ for _ in ()).throw(OSError("no master")))
+    share("three", connect).close()
+
+
+def test_a_forked_child_has_a_connection_of_its_own() -> None:
+    parents = share("one", lambda: client_of(FakeMooncake()))
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = int(share("one", lambda: client_of(FakeMooncake())) is parents)
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    parents.close()

@@ -32,6 +32,7 @@ from rlplane.storage.mooncake.network import (
     set_mooncake_environment,
 )
 from rlplane.storage.mooncake.processes import MooncakeMaster, MooncakeUnit, quiet_stderr, store_config
+from rlplane.storage.mooncake.sharing import share
 from rlplane.storage.mooncake.store import MooncakeStore
 from rlplane.storage.places import UnitsDiedError
 from rlplane.storage.transfer_queue import theirs
@@ -442,9 +443,13 @@ def open_store(cfg: DataPlaneConfig, plane: Plane, *, wait_for_close: bool = Fal
     # This host's RDMA devices are not those of the host that started the plane.
     transport = _mooncake_transport_config({**options, "mooncake_protocol": plane.stores["protocol"]})
     config = {**plane.stores, "local_hostname": ip, **transport}
-    try:
+
+    def connect() -> Any:
         with quiet_stderr(quiet):
-            client = theirs.load("storage.clients").StorageClientFactory.create("MooncakeStoreClient", config)
+            return theirs.load("storage.clients").StorageClientFactory.create("MooncakeStoreClient", config)
+
+    try:
+        client = share(repr(sorted(config.items())), connect)
     except ImportError as error:
         raise MissingExtraError(_NO_MOONCAKE) from error
     except (RuntimeError, TimeoutError) as error:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from rlplane.errors import CapacityTimeoutError, DataPlaneError, PlaneConnectionError
 from rlplane.storage.chunks import Chunk, ChunksLostError
+from rlplane.storage.mooncake.sharing import SharedMooncake
 from rlplane.storage.places import Loss, UnitsDiedError
 
 __all__ = ["MooncakeStore"]
@@ -39,7 +39,7 @@ class MooncakeStore:
     """Values in Mooncake, by number.
 
     Args:
-        client: TransferQueue's ``MooncakeStoreClient``; closed with this store.
+        client: The process's connection, of which this is one user; closed with this store.
         check_alive: Raises ``UnitsDiedError`` when a storage unit has died, and ``PlaneConnectionError`` when
             the master has.
         ack_timeout_s: How long an answer may take.
@@ -48,7 +48,7 @@ class MooncakeStore:
 
     def __init__(
         self,
-        client: Any,
+        client: SharedMooncake,
         check_alive: Callable[[], None],
         ack_timeout_s: float,
         *,
@@ -57,8 +57,6 @@ class MooncakeStore:
         self._client, self._check_alive, self._ack_timeout_s = client, check_alive, ack_timeout_s
         self._wait_for_close = wait_for_close
         self._store = client._store
-        # One transfer at a time: a buffer that two threads have registered is gone for both when one is done.
-        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="rlplane-mooncake")
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
@@ -116,33 +114,36 @@ class MooncakeStore:
     def close(self) -> None:
         """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         self._threads.shutdown(wait=False)
-        # It joins a thread that looks up once a second. Only whoever ends the store itself has to wait for
-        # that.
+        # The last one joins a thread that looks up once a second. Only whoever ends the store itself has to
+        # wait for that.
         closing = threading.Thread(target=self._client.close, name="rlplane-mooncake-close")
         closing.start()
         if self._wait_for_close:
             closing.join()
 
     def _transfer(self, move: Move, chunks: Sequence[Chunk], buffer: Tensor, deadline: float | None) -> None:
-        with self._lock:
-            self._store.register_buffer(buffer.data_ptr(), buffer.numel())
-            try:
-                for first in range(0, len(chunks), _KEYS_PER_CALL):
-                    self._move(move, list(chunks[first : first + _KEYS_PER_CALL]), buffer, deadline)
-            finally:
-                self._store.unregister_buffer(buffer.data_ptr())
-
-    def _move(self, move: Move, chunks: list[Chunk], buffer: Tensor, deadline: float | None) -> None:
         attempts = 0
-        while True:
-            codes = self._call(partial(move, chunks, buffer))
-            failed = {chunk: code for chunk, code in zip(chunks, codes, strict=True) if code != 0}
-            if not failed:
-                return
-            if deadline is None or not self._waits(failed, deadline):
+        while chunks:
+            failed = self._move(move, chunks, buffer)
+            if failed and (deadline is None or not self._waits(failed, deadline)):
                 attempts += 1
                 self._retry_or_raise(failed, attempts, is_read=deadline is None)
             chunks = list(failed)
+
+    def _move(self, move: Move, chunks: Sequence[Chunk], buffer: Tensor) -> dict[Chunk, int]:
+        """Move every chunk once; return those that failed, with what Mooncake said. Others of this process
+        can use the connection between two attempts."""
+        failed: dict[Chunk, int] = {}
+        with self._client.lock:
+            self._store.register_buffer(buffer.data_ptr(), buffer.numel())
+            try:
+                for first in range(0, len(chunks), _KEYS_PER_CALL):
+                    part = list(chunks[first : first + _KEYS_PER_CALL])
+                    codes = self._call(partial(move, part, buffer))
+                    failed |= {chunk: code for chunk, code in zip(part, codes, strict=True) if code != 0}
+            finally:
+                self._store.unregister_buffer(buffer.data_ptr())
+        return failed
 
     def _waits(self, failed: Mapping[Chunk, int], deadline: float) -> bool:
         """Wait, if that is what a put has to do.
