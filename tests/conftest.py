@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import runpy
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,6 +40,19 @@ _LONG = (
     "test_trainer_docs",
     "test_tutorial",
 )
+
+
+_started = contextlib.ExitStack()
+
+
+def pytest_configure() -> None:
+    # By its path: where slipcover measures, "tests" is not a package.
+    module = runpy.run_path(str(Path(__file__).parent / "warm_workers" / "__init__.py"))
+    _started.enter_context(module["warm_workers"]())
+
+
+def pytest_unconfigure() -> None:
+    _started.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups

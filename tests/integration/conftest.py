@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import tempfile
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.integration.warm_worker import warm_workers
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
 from rlplane.adapters.transfer_queue.plane import SERVICE, namespace, plane_config
@@ -39,19 +37,10 @@ def cluster_config(backend: str, **keys: Any) -> DataPlaneConfig:
 
 
 @pytest.fixture(scope="session")
-def runtime_env() -> Iterator[dict[str, str]]:
-    """The runtime environment of jobs on a Ray of ours."""
-    # Short: Ray puts Unix sockets below it, and their paths have little room.
-    directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
-    with warm_workers(directory) as environment:
-        yield environment
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def ray_cluster(runtime_env: dict[str, str]) -> Iterator[str]:
+def ray_cluster() -> Iterator[str]:
     """A Ray of our own; its address."""
     ray = pytest.importorskip("ray")
+    # Short: Ray puts Unix sockets below it, and their paths have little room.
     directory = tempfile.mkdtemp(prefix="rlp-", dir="/tmp")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
@@ -61,19 +50,12 @@ def ray_cluster(runtime_env: dict[str, str]) -> Iterator[str]:
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=100 << 20,
-        runtime_env=runtime_env,
         _node_ip_address=LOOPBACK,
         _temp_dir=directory,
     )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def submitted(runtime_env: dict[str, str]) -> dict[str, str]:
-    """What Ray puts into the environment of a job that was submitted with this runtime environment."""
-    return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env})}
 
 
 class ClusterFactory:

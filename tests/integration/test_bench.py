@@ -202,14 +202,11 @@ def test_a_worker_process_that_is_told_to_end_ends_its_server_and_removes_its_fi
 
 
 @pytest.fixture(scope="module")
-def with_peers(submitted: dict[str, str]) -> BenchResult:
+def with_peers() -> BenchResult:
     """One run with all peers, in the smallest form that takes them through everything."""
     chosen, _ = participants_for(PEERS)
     chosen = [participant for participant in chosen if participant.name not in ("copy-1", "rlplane")]
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in submitted.items():
-            patch.setenv(name, value)
-        return run_bench(replace(tiny_plan(), clients=(1, 2), resident=(128, 256)), chosen)
+    return run_bench(replace(tiny_plan(), clients=(1, 2), resident=(128, 256)), chosen)
 
 
 @pytest.mark.cluster

@@ -20,14 +20,12 @@ ENGINES = {"rlplane", "transfer-queue"}
 
 
 @pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
-def test_the_command_measures_both_engines_and_checks_every_read(
-    backend: str, submitted: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_measures_both_engines_and_checks_every_read(backend: str, tmp_path: Path) -> None:
     json = tmp_path / "cluster.json"
     options = ["--cluster", "--cluster-backend", backend, "--quick", "--json", str(json)]
     done = subprocess.run(
         [sys.executable, "-m", "rlplane.cli", "bench", *options],
-        env={**os.environ, **submitted, "RLPLANE_BENCH_SCALE": "0.01"},
+        env={**os.environ, "RLPLANE_BENCH_SCALE": "0.01"},
         capture_output=True,
         text=True,
         timeout=850,
@@ -47,12 +45,8 @@ def test_the_command_measures_both_engines_and_checks_every_read(
     assert all(target.what in done.stdout for target in result.targets)
 
 
-def test_a_wrong_read_is_noticed_on_a_cluster_too(
-    submitted: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_read_is_noticed_on_a_cluster_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    for name, value in submitted.items():
-        monkeypatch.setenv(name, value)
     plan = quick_cluster_plan().scaled(0.01)
     plan = replace(plan, batches=plan.batches[-1:])
     engines = [

@@ -121,11 +121,8 @@ def test_it_runs_in_processes_over_shared_memory(start: Start) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("backend", ["simple", "mooncake_cpu"])
-def test_it_runs_on_ray_with_the_same_code(
-    start: Start, ray_cluster: str, submitted: dict[str, str], backend: str
-) -> None:
-    address = {"RAY_ADDRESS": ray_cluster, "RLPLANE_TRANSFER_QUEUE__NODE_IP": "127.0.0.2"}
-    environment = {**submitted, **address}
+def test_it_runs_on_ray_with_the_same_code(start: Start, ray_cluster: str, backend: str) -> None:
+    environment = {"RAY_ADDRESS": ray_cluster, "RLPLANE_TRANSFER_QUEUE__NODE_IP": "127.0.0.2"}
     options = ("--impl", "transfer_queue", "--backend", backend, "--steps", "3", *SHORT)
     check_complete(start(*options, environment=environment), 3)
 

@@ -112,12 +112,11 @@ time.sleep(600)
 """
 
 
-def test_a_bootstrap_process_that_is_killed_takes_its_plane_and_mooncake_with_it(ray_cluster, submitted):
+def test_a_bootstrap_process_that_is_killed_takes_its_plane_and_mooncake_with_it(ray_cluster):
     # controller_address is that of the Ray cluster which the controller is on.
     config = small(**{"controller_address": ray_cluster, "transfer_queue.namespace": "killed"})
     process = subprocess.Popen(
         [sys.executable, "-c", BOOTSTRAP_AND_WAIT, json.dumps(config)],
-        env={**os.environ, **submitted},
         stdout=subprocess.PIPE,
         text=True,
     )
