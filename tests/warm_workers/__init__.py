@@ -22,7 +22,7 @@ from pathlib import Path
 __all__ = ["warm_workers"]
 
 _HERE = Path(__file__).parent
-_SOCKET = "RLPLANE_TEST_WARM_WORKERS"
+_SOCKET = "WARM_WORKERS_SOCKET"
 
 
 @contextlib.contextmanager

@@ -44,6 +44,6 @@ def _ask(address: str, arguments: list[str]) -> None:
 
 
 if os.path.dirname((sys.orig_argv[1:] or [""])[0]).endswith("/ray/_private/workers"):
-    _address = os.environ.get("RLPLANE_TEST_WARM_WORKERS")
+    _address = os.environ.get("WARM_WORKERS_SOCKET")
     if _address:
         _ask(_address, sys.orig_argv[1:])
