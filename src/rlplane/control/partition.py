@@ -99,8 +99,8 @@ class Partition:
 
     def names(self) -> list[str]:
         """The ids of all samples, by birth."""
-        names: list[str] = self.ids[self.live_rows(None)].tolist()
-        return names
+        names: list[str] | None = self.rows.in_order()
+        return self.ids[self.live_rows(None)].tolist() if names is None else names
 
     # Registration
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["LONGEST", "Inbox", "MessageTooLong", "message"]
+__all__ = ["LONGEST", "Inbox", "MessageTooLong", "begun_message", "ended_message", "message"]
 
 _HEADER = struct.Struct("<IQ")  # length of the body, number of the request
 LONGEST = 2**32 - 1  # body that a header can announce
@@ -22,6 +22,17 @@ class MessageTooLong(ValueError):
 def message(number: int, body: bytes) -> bytes:
     """What goes over the socket."""
     return _HEADER.pack(len(body), number) + body
+
+
+def begun_message() -> bytearray:
+    """A message whose body is still to be added to it, after which it goes to :func:`ended_message`."""
+    return bytearray(_HEADER.size)
+
+
+def ended_message(begun: bytearray, number: int) -> bytearray:
+    """What goes over the socket."""
+    _HEADER.pack_into(begun, 0, len(begun) - _HEADER.size, number)
+    return begun
 
 
 class Inbox:

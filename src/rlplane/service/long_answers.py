@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from rlplane.service import protocol as wire
+from rlplane.service.framing import LONGEST, begun_message, ended_message
 
 __all__ = ["LongAnswer", "is_long_answer"]
 
 _MANY = 65_536  # samples, whose names are encoded within a few milliseconds
-_AT_ONCE = 32_768  # fewer than that, so that the header of an encoded slice is known
+_AT_ONCE = 32_768  # fewer than 2**16, so that the size of an encoded slice's header is known
 
 
 def is_long_answer(answer: wire.Answer) -> bool:
@@ -23,47 +23,39 @@ def is_long_answer(answer: wire.Answer) -> bool:
 
 
 class LongAnswer:
-    """An answer that is being encoded."""
+    """An answer that is being encoded, into the message that it will be: to copy that would take long too."""
 
-    def __init__(self, answer: wire.Answer) -> None:
-        assert isinstance(answer, wire.Claimed | wire.Done)
-        self._answer = answer
-        named: list[Any] = [answer.ids, answer.tags] if isinstance(answer, wire.Claimed) else [answer.value]
-        self._lists = [_LongList(values) for values in named]
+    def __init__(self, number: int, answer: wire.Answer) -> None:
+        self._number = number
+        # On the wire, an answer is a list of its kind and its fields.
+        self._fields: list[Any] = [type(answer).__name__, *msgspec.structs.astuple(answer)]
+        self._at = 0  # in the first of the fields, if that is a list
+        self._message = begun_message()
+        self._message.append(0x90 + len(self._fields))
 
     def encode_some(self) -> bool:
-        """Go on; True when nothing is left to do but :meth:`body`."""
-        for each in self._lists:
-            if not each.is_over:
-                each.encode_some()
-                break
-        return all(each.is_over for each in self._lists)
-
-    def body(self) -> bytes:
-        """The whole answer."""
-        encoded = [each.encoded() for each in self._lists]
-        if isinstance(self._answer, wire.Claimed):
-            ids, tags = (cast("list[Any]", each) for each in encoded)
-            return wire.encode(wire.Claimed(ids, tags, self._answer.waited_s))
-        return wire.encode(msgspec.structs.replace(self._answer, value=encoded[0]))
-
-
-class _LongList:
-    """The entries of a list in msgpack, as far as they have been encoded."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
-        self._slices = [b"\xdd" + len(values).to_bytes(4, "big")]  # the header of a list of up to 2**32
-        self._at = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._at >= len(self._values)
-
-    def encode_some(self) -> None:
-        some = self._values[self._at : self._at + _AT_ONCE]
+        """Go on; True when nothing is left to do but :meth:`message`."""
+        field = self._fields[0]
+        if not isinstance(field, list):
+            self._message += wire.encode(field)
+            del self._fields[0]
+            return not self._fields
+        if not self._at:
+            self._message += b"\xdd" + len(field).to_bytes(4, "big")  # a list of up to 2**32
+        some = field[self._at : self._at + _AT_ONCE]
+        self._message += memoryview(wire.encode(some))[1 if len(some) < 16 else 3 :]  # without its own header
         self._at += len(some)
-        self._slices.append(wire.encode(some)[1 if len(some) < 16 else 3 :])  # without the header of its own
+        if self._at >= len(field):
+            del self._fields[0]
+            self._at = 0
+        return not self._fields
 
-    def encoded(self) -> msgspec.Raw:
-        return msgspec.Raw(b"".join(self._slices))
+    def message(self) -> bytearray:
+        """The whole answer, as it goes over the socket."""
+        nbytes = len(self._message)
+        if nbytes > LONGEST:
+            self._message = begun_message()
+            self._message += wire.encode(
+                wire.Failure("", f"the answer has {nbytes} bytes, which is too much for one")
+            )
+        return ended_message(self._message, self._number)

@@ -109,7 +109,7 @@ class Server:
         self._unknown: dict[int, Peer] = {}  # those that have not introduced themselves yet
         self._next_peer = 1 if recovered is None else recovered.next_channel
         self._unsent: list[tuple[Peer, int, wire.Answer]] = []
-        self._long_answers: deque[tuple[Peer, int, LongAnswer]] = deque()
+        self._long_answers: deque[tuple[Peer, LongAnswer]] = deque()
         self._piece = memoryview(bytearray(_PIECE))
         self._secrets: dict[int, str] = {}
         self._next_client = 0
@@ -557,34 +557,35 @@ class Server:
     def _send_answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
         if is_long_answer(answer):
             peer.long_answers += 1
-            self._long_answers.append((peer, number, LongAnswer(answer)))
-        else:
-            self._send_body(peer, number, wire.encode(answer))
-
-    def _encode_on(self) -> None:
-        """Encode some more of a long answer, and send it when that is done."""
-        peer, number, answer = self._long_answers.popleft()
-        if not answer.encode_some():
-            self._long_answers.append((peer, number, answer))
+            self._long_answers.append((peer, LongAnswer(number, answer)))
             return
-        peer.long_answers -= 1
-        self._send_body(peer, number, answer.body())
-        self._serve_held_up(peer)
-
-    def _send_body(self, peer: Peer, number: int, body: bytes) -> None:
-        if peer.number not in self._peers:
-            return  # it has hung up meanwhile
+        body = wire.encode(answer)
         if len(body) > LONGEST:
             body = wire.encode(
                 wire.Failure("", f"the answer has {len(body)} bytes, which is too much for one")
             )
-        data = message(number, body)
+        self._send_message(peer, message(number, body))
+
+    def _encode_on(self) -> None:
+        """Encode some more of a long answer, and send it when that is done."""
+        peer, answer = self._long_answers.popleft()
+        if not answer.encode_some():
+            self._long_answers.append((peer, answer))
+            return
+        peer.long_answers -= 1
+        self._send_message(peer, answer.message())
+        self._serve_held_up(peer)
+
+    def _send_message(self, peer: Peer, data: bytes | bytearray) -> None:
+        if peer.number not in self._peers:
+            return  # it has hung up meanwhile
         if peer.unsent:
             peer.unsent += data
             return
         sent = send_some(peer.socket, data)
         if sent < len(data):
-            peer.unsent += data[sent:]
+            peer.unsent = data if isinstance(data, bytearray) else bytearray(data)
+            del peer.unsent[:sent]
             # As long as a client does not read its answers, no further requests are read from it.
             self._epoll.modify(peer.socket.fileno(), select.EPOLLOUT)
 
