@@ -10,29 +10,21 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.unit.control.histories import OWNER, History, tag_values
 
 from rlplane.control import conditions, cursors, making
 from rlplane.control.dump import dump_state
 from rlplane.control.loading import BlockSize, restore_state
-from rlplane.control.requests import Batch, Claim, Put
-from rlplane.control.rules import PartitionSpec
-from rlplane.control.state import ControlState
+from rlplane.control.requests import Claim, Put
 
 FIELDS: list[tuple[str, ...]] = [(), ("x",), ("y",), ("x", "y")]
 ORDERS = [None, "lifo", "priority:v"]
 QUEUES = list(itertools.product(FIELDS, ORDERS))
 IDS = [f"{group}_g{number}" for group in "abcd" for number in range(2)]
-OWNER = 7
 
 
-class History:
+class LaterQueues(History):
     """What happens to a partition."""
-
-    def __init__(self, group_size: int | None) -> None:
-        self.group_size = group_size
-        self.state = ControlState()
-        self.state.register(PartitionSpec.checked("p", ["x", "y"], 0, ["t"], group_size))
-        self.blocks = itertools.count()
 
     def ask_for_everything(self) -> None:
         for fields, order in QUEUES:
@@ -40,23 +32,7 @@ class History:
 
     def put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> None:
         blocks = {name: next(self.blocks) for name in fields}
-        values = None if tags is None else [{"v": tags[at % len(tags)]} for at in range(len(ids))]
-        self.state.put(Put("p", ids, blocks, values))
-
-    def claim(
-        self, fields: tuple[str, ...], order: str | None, size: int, max_uses: int = 1, **how: Any
-    ) -> list[str]:
-        size *= self.group_size or 1
-        claim = Claim("p", "t", fields, size, order=order, max_uses=max_uses, owner=OWNER, **how)
-        ((_, batch), *_) = self.state.claim(claim, blocking=False).answers
-        assert isinstance(batch, Batch)
-        return batch.ids
-
-    def unclaim(self, ids: list[str]) -> None:
-        self.state.unclaim("p", "t", ids, OWNER)
-
-    def clear(self, ids: list[str]) -> None:
-        self.state.clear("p", ids)
+        self.state.put(Put("p", ids, blocks, tag_values(ids, tags)))
 
     def close(self, name: str) -> None:
         if self.group_size and name in self.state.partition("p").table.groups.tolist():
@@ -67,11 +43,11 @@ class History:
             while not look(lambda: True):
                 yield
 
-    def saved_and_loaded(self, *, release_claims: bool) -> History:
+    def saved_and_loaded(self, *, release_claims: bool) -> LaterQueues:
         blocks = self.state.blocks()
         sizes = {block: BlockSize(0, 8) for block in blocks}
         numbers = {block: block for block in blocks}
-        back = History(self.group_size)
+        back = LaterQueues(self.group_size)
         back.state = restore_state(
             dump_state(self.state), numbers, sizes, None, release_claims=release_claims
         )
@@ -113,7 +89,7 @@ REPLACED_MEMBER = [
 def test_the_order_does_not_depend_on_when_a_queue_is_built(
     group_size: int | None, steps: list[Any], dies: bool, last: tuple[tuple[str, ...], str | None]
 ) -> None:
-    before, after = History(group_size), History(group_size)
+    before, after = LaterQueues(group_size), LaterQueues(group_size)
     before.ask_for_everything()
     for kind, *arguments in steps:
         assert getattr(before, kind)(*arguments) == getattr(after, kind)(*arguments)
@@ -140,7 +116,7 @@ def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_sli
     is_finished: bool,
     last: tuple[tuple[str, ...], str | None],
 ) -> None:
-    at_once, sliced = History(group_size), History(group_size)
+    at_once, sliced = LaterQueues(group_size), LaterQueues(group_size)
     slices: Iterator[None] = iter(())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conditions, "_ROWS_AT_ONCE", 2)
@@ -159,7 +135,7 @@ def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_sli
 
 
 def test_a_checkpoint_from_before_places_were_kept_loads() -> None:
-    history = History(None)
+    history = LaterQueues(None)
     history.put(["a_g0", "b_g0", "c_g0"], ("x",), None)
     history.claim((), None, 1)
     history.unclaim(["a_g0"])

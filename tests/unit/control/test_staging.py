@@ -9,44 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.control.histories import OWNER, History, tag_values
 
 from rlplane.control import staging
-from rlplane.control.requests import Batch, Claim, Put
+from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
 from rlplane.errors import DataPlaneError, InvalidRequestError, MissingDataError
 
 IDS = [f"{group}_g{number}" for group in "abc" for number in range(2)]
 QUEUES = list(itertools.product([(), ("x",)], [None, "lifo", "priority:v"]))
-OWNER = 7
 
 
-class History:
+class LongPut(History):
     """A partition, and a put of all samples that is under way."""
-
-    def __init__(self, group_size: int | None) -> None:
-        self.group_size = group_size
-        self.state = ControlState()
-        self.state.register(PartitionSpec.checked("p", ["x", "y"], 0, ["t"], group_size))
-        self.blocks = itertools.count()
 
     def put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> None:
         self.state.put(_put(ids, {name: next(self.blocks) for name in fields}, tags))
 
     def long_put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> Put:
         return _put(ids, {name: 1000 + at for at, name in enumerate(fields)}, tags)
-
-    def claim(self, fields: tuple[str, ...], order: str | None, size: int) -> list[str]:
-        claim = Claim("p", "t", fields, size * (self.group_size or 1), order=order, owner=OWNER)
-        ((_, batch), *_) = self.state.claim(claim, blocking=False).answers
-        assert isinstance(batch, Batch)
-        return batch.ids
-
-    def unclaim(self, ids: list[str]) -> None:
-        self.state.unclaim("p", "t", ids, OWNER)
-
-    def clear(self, ids: list[str]) -> None:
-        self.state.clear("p", ids)
 
     def count(self, value: int) -> int:
         return self.state.count("p", {"v": value})
@@ -62,8 +44,7 @@ class History:
 
 
 def _put(ids: list[str], blocks: dict[str, int], tags: list[int] | None) -> Put:
-    values = None if tags is None else [{"v": tags[at % len(tags)]} for at in range(len(ids))]
-    return Put("p", ids, blocks, values, owner=OWNER)
+    return Put("p", ids, blocks, tag_values(ids, tags), owner=OWNER)
 
 
 ids_ = st.lists(st.sampled_from(IDS), unique=True, min_size=1, max_size=4)
@@ -109,7 +90,7 @@ def test_what_happens_while_a_put_is_made_ready_is_as_if_it_came_before_it(
     is_undone: bool,
     last: tuple[tuple[str, ...], str | None],
 ) -> None:
-    at_once, sliced = History(group_size), History(group_size)
+    at_once, sliced = LongPut(group_size), LongPut(group_size)
     long, short = sliced.long_put(*what), at_once.long_put(*what)
     ends = begins + lasts
     for at, (kind, *arguments) in enumerate([*steps, *[("count", 0)] * (ends + 1)]):
