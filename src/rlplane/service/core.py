@@ -217,9 +217,9 @@ class ControlService:
         if answer is not None:
             self.deliver(request, answer)
             return True
-        waiting = self.unanswered.get((request.client, request.number)) or self._at_work_for(
-            request.client, request.number
-        )
+        waiting = self.unanswered.get((request.client, request.number))
+        if waiting is None and self.work:
+            waiting = self._at_work_for(request.client, request.number)
         if waiting is not None:
             waiting.channel = request.channel
             return True

@@ -16,6 +16,7 @@ __all__ = ["LookAhead", "LoopStall", "collect_young_garbage_only", "look_ahead"]
 
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
+_MAY_LOOK_LONG = frozenset({wire.ClaimRequest, wire.Peek, wire.Count})
 
 
 class LookAhead:
@@ -48,6 +49,8 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
     until it returns True; None if there is nothing to do. It changes nothing but the time that the request
     will take.
     """
+    if type(request) not in _MAY_LOOK_LONG:
+        return None
     try:
         match request:
             case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
