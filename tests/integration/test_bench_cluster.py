@@ -37,8 +37,10 @@ def test_the_command_measures_both_engines_and_checks_every_read(backend: str, t
     measured = {(series.part, series.participant) for series in result.series}
     assert measured == {(part, name) for part in ("data", "wake", "clients", "control") for name in ENGINES}
     assert {series.workload for series in result.series if series.part == "clients"} == {"1", "2"}
-    assert all(value > 0 for series in result.series for value in series.values if series.part != "control")
-    assert any(value > 0 for series in result.series for value in series.values if series.part == "control")
+    values = {part: [v for s in result.series if s.part == part for v in s.values] for part, _ in measured}
+    assert all(value > 0 for value in values["data"] + values["wake"])
+    # In so short a time a busy machine may end no cycle.
+    assert any(value > 0 for value in values["clients"]) and any(value > 0 for value in values["control"])
     assert result.right
     assert {check.participant for check in result.checks if check.reads > 0} == ENGINES
     assert [target.what for target in result.targets] == [target.what for target in CLUSTER_TARGETS]
