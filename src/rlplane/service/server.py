@@ -555,6 +555,8 @@ class Server:
                 self._send_answer(peer, number, answer)
 
     def _send_answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
+        if peer.number not in self._peers:
+            return  # it has hung up meanwhile
         if is_long_answer(answer):
             peer.long_answers += 1
             self._long_answers.append((peer, LongAnswer(number, answer)))
@@ -577,8 +579,6 @@ class Server:
         self._serve_held_up(peer)
 
     def _send_message(self, peer: Peer, data: bytes | bytearray) -> None:
-        if peer.number not in self._peers:
-            return  # it has hung up meanwhile
         if peer.unsent:
             peer.unsent += data
             return
