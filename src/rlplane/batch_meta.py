@@ -59,8 +59,10 @@ class KVBatchMeta:
         meta = cls.__new__(cls)
         meta.partition_id, meta.task_name = partition_id, task_name
         meta.sample_ids, meta.fields, meta.tags = sample_ids, fields, tags
-        lengths = [tag.get("input_lengths") for tag in tags or ()]
-        meta.sequence_lengths = lengths if lengths and None not in lengths else None  # type: ignore[assignment]
+        meta.sequence_lengths = None
+        if tags and "input_lengths" in tags[0]:
+            lengths = [tag.get("input_lengths") for tag in tags]
+            meta.sequence_lengths = lengths if None not in lengths else None  # type: ignore[assignment]
         meta.extra_info = {}
         return meta
 

@@ -125,12 +125,12 @@ class TransferStats:
         with self._lock:
             if self._window[1] is not None:
                 self._window = (self._window[0], None)
-            series = [self.data[key] for key in _SERIES]
-            kept = len(series[0])
+            kept = len(self.data[_SERIES[0]])
             if kept < self.max_samples:
-                for values, value in zip(series, row, strict=True):
-                    values.append(value)
+                for key, value in zip(_SERIES, row, strict=True):
+                    self.data[key].append(value)
                 return
+            series = [self.data[key] for key in _SERIES]
             # Algorithm R: every transfer so far is equally likely to be in the lists.
             self._extra_transfers += 1
             slot = int(random.random() * (kept + self._extra_transfers))

@@ -362,7 +362,7 @@ class AsyncPlaneClient(AsyncDataPlaneClient):
                     answer = result = await connection.exchange(step.request, waits_s=step.waits_s)
                 elif isinstance(step, Undo):
                     connection.post(step.request)
-                elif step.nbytes < _WORTH_A_THREAD and not link.storage.is_remote:
+                elif not link.storage.is_remote and step.about() < _WORTH_A_THREAD:
                     result = step.function()
                 else:
                     moving = self._start(step.function)

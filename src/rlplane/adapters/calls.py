@@ -48,7 +48,6 @@ __all__ = ["PlaneCalls"]
 _WRITE_ATTEMPTS = 8
 # How long a put waits before it asks a machine for memory again that had none.
 _OUT_OF_PAGES_S = 0.1
-_IN_A_THREAD = 2**30  # so large that an event loop leaves it to a thread
 
 
 class PlaneCalls:
@@ -190,8 +189,8 @@ class PlaneCalls:
             columns: list[EncodedColumn] = []
             if fields is not None:
                 encode = partial(self._encode, link, ids, fields, spec)
-                size = bytes_to_encode(fields) if self.row_checks is None else _IN_A_THREAD
-                columns = yield MoveBytes(encode, size)
+                about = partial(bytes_to_encode, fields) if self.row_checks is None else _very_many
+                columns = yield MoveBytes(encode, about)
             commit = wire.Commit(
                 partition_id,
                 version,
@@ -257,7 +256,7 @@ class PlaneCalls:
                         left = max(deadline - time.monotonic(), 0.0)
                         reserve = wire.Reserve(used, left, commit.partition_id, commit.ids)
                         place = (yield from ask(reserve, wire.Reserved, waits_s=left)).place
-                    began = yield MoveBytes(partial(_write, link, place, columns, deadline), used)
+                    began = yield MoveBytes(partial(_write, link, place, columns, deadline), lambda: used)
                     if isinstance(began, float):
                         break
                     if isinstance(began, UnitsDiedError):
@@ -271,7 +270,7 @@ class PlaneCalls:
                     place, is_spare = None, False
                     if time.monotonic() >= deadline:
                         raise CapacityTimeoutError(str(began))
-                    yield MoveBytes(partial(time.sleep, _OUT_OF_PAGES_S), _IN_A_THREAD)
+                    yield MoveBytes(partial(time.sleep, _OUT_OF_PAGES_S), _very_many)
                 writing = began
                 committing = time.perf_counter()
                 commit.place, commit.used = place.number, used
@@ -313,6 +312,8 @@ class PlaneCalls:
 
     def _warn_undeclared(self, spec: PartitionSpec, names: Sequence[str]) -> None:
         """Warn once per partition and field about fields that nobody declared."""
+        if all(map(spec.fields.__contains__, names)):
+            return
         for name in names:
             if name not in spec.fields and (spec.partition_id, name) not in self._warned:
                 self._warned.add((spec.partition_id, name))
@@ -353,7 +354,7 @@ class PlaneCalls:
                 return columns, source.nbytes
 
         try:
-            columns, nbytes = yield MoveBytes(read, _bytes_of_rows(located, len(ids)))
+            columns, nbytes = yield MoveBytes(read, partial(_bytes_of_rows, located, len(ids)))
         except RowsLostError as error:
             lost = list(dict.fromkeys(ids[row] for row in error.rows))
             shown = ", ".join(map(repr, lost[:3])) + (", …" if len(lost) > 3 else "")
@@ -463,6 +464,11 @@ def _write(
         except (OutOfPagesError, UnitsDiedError) as error:
             return error
         return began
+
+
+def _very_many() -> int:
+    """So many bytes that an event loop leaves them to a thread."""
+    return 2**30
 
 
 def _bytes_of_rows(located: Located, count: int) -> int:

@@ -409,10 +409,8 @@ def rows_of(meta: KVBatchMeta, select_fields: list[str] | None) -> tuple[list[st
 
 
 def _in_event_loop() -> bool:
-    if "ipykernel" in sys.modules:
-        return False  # a notebook's cell runs in a loop of the kernel's, and is expected to hold it up
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    # Not the function without the underscore, which raises where there is none: that is nearly always.
+    if asyncio._get_running_loop() is None:
         return False
-    return True
+    # A notebook's cell runs in a loop of the kernel's, and is expected to hold it up.
+    return "ipykernel" not in sys.modules

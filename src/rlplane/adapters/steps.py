@@ -29,10 +29,11 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class MoveBytes(msgspec.Struct, frozen=True):
-    """Call ``function``, which encodes, copies or fetches about ``nbytes`` bytes, and get what it returns."""
+    """Call ``function``, which encodes, copies or fetches bytes, and get what it returns. ``about`` says
+    about how many those are, for a client that does not want to wait for many."""
 
     function: Callable[[], Any]
-    nbytes: int
+    about: Callable[[], int]
 
 
 class Undo(msgspec.Struct, frozen=True):

@@ -157,27 +157,44 @@ class Claims:
                     answers.append((claim.token, part))
                     continue
             behind = any(q is queue and (where is None or where == claim.where) for q, where in held)
-            try:
-                count = 0 if behind else self._grantable(task, queue, claim)
-            except InvalidRequestError as error:
-                answers.append((claim.token, error))
+            answer = None if behind else self._attempt(task, queue, claim)
+            if answer is not None:
+                answers.append((claim.token, answer))
                 continue
-            if count and claim.step is not None:
-                answers.append((claim.token, self._divide(task, queue, claim, count)))
-            elif count:
-                answers.append((claim.token, self.claim(task, queue, claim, count)))
-            elif not behind and self._is_over(task, claim):
-                if claim.step is not None:
-                    self.steps.add(StepKey(task.name, claim.step), [[] for _ in range(claim.dp_world)])
-                answers.append((claim.token, Batch([], [])))
-            else:
-                left.append(claim)
-                if not behind:
-                    held.append((queue, claim.where))
+            left.append(claim)
+            if not behind:
+                held.append((queue, claim.where))
         task.waiting = left
         for queue in task.queues.values():
             queue.keep_counts(left)
         return answers
+
+    def answer_first(
+        self, task: TaskCursor, queue: ReadyQueue, claim: Claim
+    ) -> Batch | DataPlaneError | None:
+        """The answer to a claim before which none of its task waits, as :meth:`answer` would give it; None,
+        and it waits, if it cannot be answered yet."""
+        answer = self._attempt(task, queue, claim)
+        if answer is None:
+            task.waiting.append(claim)
+        else:
+            queue.keep_counts(())
+        return answer
+
+    def _attempt(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> Batch | DataPlaneError | None:
+        """The answer to a claim whose turn it is; None if it has to wait."""
+        try:
+            count = self._grantable(task, queue, claim)
+        except InvalidRequestError as error:
+            return error
+        if count:
+            give = self.claim if claim.step is None else self._divide
+            return give(task, queue, claim, count)
+        if not self._is_over(task, claim):
+            return None
+        if claim.step is not None:
+            self.steps.add(StepKey(task.name, claim.step), [[] for _ in range(claim.dp_world)])
+        return Batch([], [])
 
     def _grantable(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
         """How many samples a waiting claim may have now: a full batch, the tail, or 0."""

@@ -60,6 +60,8 @@ class WaitingLine(Generic[T]):
     def remove(self, item: T) -> None:
         """A request waits no longer. Call :meth:`serve` afterwards: it may have held up others."""
         self._entries = [entry for entry in self._entries if entry.item is not item]
+        if not self._entries:
+            self.due = float("inf")
 
     def reconsider(self) -> None:
         """What the requests need may have changed: :meth:`serve` asks those again that did not fit."""
@@ -83,8 +85,6 @@ class WaitingLine(Generic[T]):
             rank: Who comes before whom, whenever they came.
         """
         self.due = float("inf")
-        if not self._entries:
-            return
         if room() > self._room:
             self._quiet_since = now
             for entry in self._entries:

@@ -278,7 +278,7 @@ class StateLoader:
         column.produced += int((blocks >= 0).sum())
         used, numbers = np.unique(every[every >= 0], return_counts=True)
         for block, number in zip(used.tolist(), numbers.tolist(), strict=True):
-            partition.add_block(block, number, self._sizes[block].nbytes)
+            partition.add_blocks([block], number, [self._sizes[block].nbytes])
 
     def _complete(self, loaded: _LoadedPartition, saved: SavedPartition) -> None:
         """What is not of samples, when all of these are there."""

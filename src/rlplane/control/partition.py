@@ -7,7 +7,7 @@ that all parts share; what each part knows beside it is its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -212,7 +212,7 @@ class Partition:
         self.groups.start_clocks(rows, put.clock)
         written = frozenset(put.blocks) if put.finishes else frozenset()
         if put.owner != NOBODY:
-            self.table.mark_written(rows, put.owner)
+            self.table.mark_written(rows, put.owner, all_new=all_new)
             if written and not all_new:
                 self.cursors.finish_work(rows, put.owner, written)
         changed = bool(len(fresh)) or put.tags is not None
@@ -301,12 +301,13 @@ class Partition:
 
     # Blocks
 
-    def add_block(self, block: int, rows: int, nbytes: int) -> None:
-        """So many rows, or so many more, refer to a block of that size."""
-        if block not in self.block_rows:
-            self._block_sizes[block] = nbytes
-            self.nbytes += nbytes
-        self.block_rows[block] = self.block_rows.get(block, 0) + rows
+    def add_blocks(self, blocks: Iterable[int], rows: int, sizes: Iterable[int]) -> None:
+        """So many rows, or so many more, refer to each of these blocks of these sizes."""
+        for block, nbytes in zip(blocks, sizes, strict=True):
+            if block not in self.block_rows:
+                self._block_sizes[block] = nbytes
+                self.nbytes += nbytes
+            self.block_rows[block] = self.block_rows.get(block, 0) + rows
 
     def release_rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects) -> None:
         """Rows do not refer to these blocks any more; those that no other row refers to are freed."""

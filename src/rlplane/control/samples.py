@@ -120,7 +120,7 @@ class SampleTable:
         rows = np.array(known, np.int64)
         places = {}
         for name in fields:
-            column = self.columns.get(self.field_of(name)) or self.column(name)
+            column = self.columns.get(name) or self.columns.get(self.field_of(name)) or self.column(name)
             blocks = column.block[rows]
             unwritten = blocks < 0
             if column.turns and not column.turns.keys().isdisjoint(known):
@@ -281,8 +281,8 @@ class SampleTable:
 
     # Writers
 
-    def mark_written(self, rows: Rows, owner: int) -> None:
-        """An owner has written to these rows."""
+    def mark_written(self, rows: Rows, owner: int, *, all_new: bool = False) -> None:
+        """An owner has written to these rows, which nobody has written to before if they are ``all_new``."""
         slot = self._writers.get(owner)
         if slot is None:
             taken = set(self._writers.values())
@@ -290,7 +290,10 @@ class SampleTable:
             self._writers[owner] = slot
             while len(self._written_bits) <= slot // 64:
                 self._written_bits.append(filled(self.size, np.uint64, 0))
-        self._written_bits[slot // 64][rows] |= np.uint64(1 << slot % 64)
+        if all_new:
+            self._written_bits[slot // 64][rows] = 1 << slot % 64
+        else:
+            self._written_bits[slot // 64][rows] |= np.uint64(1 << slot % 64)
 
     def written_by(self, owner: int) -> Rows | None:
         """The live rows that an owner wrote to, by birth; None if it never wrote here."""

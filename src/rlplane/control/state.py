@@ -135,7 +135,14 @@ class ControlState:
         effects = Effects()
         if claim.step is not None:
             _check_ranks(partition.spec, claim)
-        if blocking:
+        if blocking and not task.waiting and claim.step is None:
+            task.last = claim
+            answer = partition.claims.answer_first(task, queue, claim)
+            if answer is not None:
+                effects.answers.append((claim.token, answer))
+            if partition.claims.keeps_steps:
+                self._answer_claims(partition, effects)
+        elif blocking:
             # Behind one that wants the same and waits already, it waits too: no need to look at all of them.
             # Not so a rank's: its part of a step may be there already.
             behind = claim.step is None and any(
@@ -516,9 +523,7 @@ class ControlState:
         if self._waiting_puts and len(partition.rows) > before:
             self._waiting_puts.reconsider()  # it may have made samples that another was to make
         if put.ids:
-            sizes = put.nbytes or [0] * len(put.blocks)
-            for block, nbytes in zip(put.blocks.values(), sizes, strict=True):
-                partition.add_block(block, len(put.ids), nbytes)
+            partition.add_blocks(put.blocks.values(), len(put.ids), put.nbytes or [0] * len(put.blocks))
         else:
             effects.freed.extend(put.blocks.values())
         for blocks, positions in replaced:

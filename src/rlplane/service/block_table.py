@@ -30,7 +30,7 @@ class BlockTable:
         self.blocks: dict[int, Block] = {}
         self.places: dict[int, Place] = {}
         self.references: dict[int, int] = {}  # by place: its blocks, and the leases on it
-        self._leased: Counter[int] = Counter()  # by place
+        self._leased: dict[int, int] = {}  # by place, how many leases
         self._dead_rows = DeadRows()
         # While the plane is frozen, no place that was there then is recycled: the highest number of those,
         # for each time that it was frozen, and the places that are to be freed afterwards.
@@ -51,11 +51,13 @@ class BlockTable:
     ) -> dict[str, int]:
         """The blocks of a write are in a place, one behind the other; return their numbers."""
         added = {}
-        start = 0
+        start, number = 0, self._next_block
         for field, layout, size in zip(fields, layouts, sizes, strict=True):
-            added[field] = number = self.new_number()
+            added[field] = number
             self.blocks[number] = (place.number, start, layout)
             start += size
+            number += 1
+        self._next_block = number
         self.put_in(place, len(added))
         return added
 
@@ -75,7 +77,7 @@ class BlockTable:
             located[number] = (order.setdefault(place, len(order)), start, layout)
         for place in order:
             self.references[place] += 1
-            self._leased[place] += 1
+            self._leased[place] = self._leased.get(place, 0) + 1
         return [self.places[place] for place in order], located
 
     def unlease(self, places: Iterable[int], storage: StorageHost) -> None:
@@ -176,7 +178,7 @@ class BlockTable:
         for number in known:
             self.places.setdefault(number, in_use[number])
             self.references[number] = self.references.get(number, 0) + 1
-        self._leased.update(known)
+            self._leased[number] = self._leased.get(number, 0) + 1
         return known
 
     def stop_keeping(self, storage: StorageHost) -> None:

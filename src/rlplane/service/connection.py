@@ -138,13 +138,11 @@ class SocketConnection:
 
     def has_lease(self, answer: wire.Answer, life: int) -> bool:
         """Note the lease that comes with an answer, as :meth:`hold` does."""
-        match answer:
-            case wire.Located(lease, places):
-                return self.hold(lease, [place.number for place in places], life)
-            case wire.Frozen(lease):
-                return self.hold(lease, [], life)  # its places come in pieces
-            case _:
-                return True
+        if isinstance(answer, wire.Located):
+            return self.hold(answer.lease, [place.number for place in answer.places], life)
+        if isinstance(answer, wire.Frozen):
+            return self.hold(answer.lease, [], life)  # its places come in pieces
+        return True
 
     def hold(self, lease: int, places: Iterable[int], life: int) -> bool:
         """See :class:`Connection`."""
@@ -210,9 +208,11 @@ class SocketConnection:
         """The requests whose answers the service may forget, to be sent along with one that changes
         something."""
         read: list[int] = []
-        while self._read:
-            with contextlib.suppress(IndexError):  # another thread has taken it
+        try:
+            while self._read:
                 read.append(self._read.popleft())
+        except IndexError:
+            pass  # another thread has taken it
         return read
 
     def note_read(self, number: int) -> None:

@@ -175,7 +175,8 @@ class ControlService:
             self.release(request.client, lease)
         for number in envelope.abandoned:
             self.abandon(request.client, number)
-        if self.state.next_deadline() <= self.now:
+        state = self.state
+        if state.next_deadline() <= state.now:
             self.expire()
         changes = type(envelope.request) in wire.CHANGES
         if changes:
@@ -190,7 +191,7 @@ class ControlService:
                         request.client,
                         request.number,
                         request.channel,
-                        self.now,
+                        state.now,
                         self.wall,
                         msgspec.Raw(body),
                     )
@@ -384,7 +385,8 @@ class ControlService:
 
     def retry_reservations(self) -> None:
         """Serve the reservations that wait, as far as it is their turn and there is room."""
-        self.reservations.retry()
+        if self.reservations.waiting:
+            self.reservations.retry()
 
     def lose(self, loss: Loss, request: PendingRequest | None = None) -> None:
         """Storage has died: nothing is placed there any more, and what was there is cleared, or counts as
@@ -519,8 +521,10 @@ class ControlService:
         lease, places, located = self._lease(held, list(used))
         held.grant(request, lease)
         partition = self.state.partition(body.partition_id)
-        paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
-        return wire.Located(lease, places, located, rows, paths if any(paths) else None)
+        paths = None
+        if not partition.columns.keys() >= set(body.fields):
+            paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
+        return wire.Located(lease, places, located, rows, paths)
 
     def _lease(self, held: Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled until the client drops them."""

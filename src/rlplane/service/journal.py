@@ -152,7 +152,7 @@ class Journal:
 
     def __init__(self, directory: Path, generation: int = 0) -> None:
         self.directory, self.generation = directory, generation
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._afterwards: list[Callable[[], object]] = []
         self._child: int | None = None
         self._given_up = False
@@ -161,7 +161,7 @@ class Journal:
 
     def add(self, record: Record) -> None:
         """Note a record; it is written with the next :meth:`flush`."""
-        self._records.append(record)
+        self.records.append(record)
 
     def afterwards(self, function: Callable[[], object]) -> None:
         """Call ``function`` after the next :meth:`flush`: it destroys what the records before it still
@@ -171,8 +171,8 @@ class Journal:
     def flush(self) -> None:
         """Write what was noted, in one write. Called between inputs, so that an entry has all outcomes of
         its inputs."""
-        if self._records:
-            records, self._records = self._records, []
+        if self.records:
+            records, self.records = self.records, []
             if not self._given_up:
                 body = _encode(records)
                 self._write(_HEADER.pack(len(body), zlib.crc32(body)) + body)

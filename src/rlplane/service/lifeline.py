@@ -104,8 +104,10 @@ class Lifeline:
         # First noted, then sent, then crossed out: an interrupt in between sends it twice, which is harmless.
         unsent.append(number)
         if self._send(notice):
-            with contextlib.suppress(ValueError, IndexError, RuntimeError):  # another thread drains it
+            try:
                 unsent.remove(number)
+            except (ValueError, IndexError, RuntimeError):
+                pass  # another thread drains it
         if (unsent or self._rest) and not self._flushing:
             self._flushing = True
             with contextlib.suppress(RuntimeError):  # no thread to be had: the next request takes it along

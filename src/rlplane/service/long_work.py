@@ -54,18 +54,19 @@ class LongWork(ABC):
 class ClearWork(LongWork):
     """Samples that are cleared."""
 
-    def __init__(self, request: PendingRequest, clearings: Iterable[Clearing]) -> None:
+    def __init__(self, request: PendingRequest, clearings: list[Clearing]) -> None:
         super().__init__([request])
-        self._clearings = list(clearings)
+        self._clearings = clearings
 
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
         """See :class:`LongWork`."""
-        for clearing in self._clearings:
-            if not clearing.is_over:
-                service.state.clear_some(clearing, effects)
-                break
-        self.count = sum(clearing.count for clearing in self._clearings)
-        return all(clearing.is_over for clearing in self._clearings)
+        if self._clearings:
+            clearing = self._clearings[0]
+            service.state.clear_some(clearing, effects)
+            if clearing.is_over:
+                self.count += clearing.count
+                del self._clearings[0]
+        return not self._clearings
 
 
 class LossWork(LongWork):

@@ -35,6 +35,7 @@ from rlplane.service.long_answers import LongAnswer, is_long_answer
 from rlplane.service.peers import Peer, send_some
 from rlplane.service.recovery import About, JournaledHost, Recovered, resume, unreferenced
 from rlplane.service.sockets import check_peer, prepare_tcp
+from rlplane.service.stall import MAY_LOOK_LONG, look_ahead
 from rlplane.storage.places import Place, StorageHost
 
 __all__ = ["Server"]
@@ -132,7 +133,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until :meth:`stop`, a shutdown request, or the death of the bootstrap client."""
-        service = self.service
+        service, journal = self.service, self._journal
         self._set_time()
         try:
             while not self._stopping:
@@ -159,7 +160,8 @@ class Server:
                         logger.exception("the service has a bug, and goes on without this connection")
                         if fd in self._peers_by_fd:
                             self._hang_up(self._peers_by_fd[fd])
-                    self._send_answers()
+                    if self._unsent or (journal is not None and journal.records):
+                        self._send_answers()
                     self._note_stall()
                 if self._looking:
                     self._look_on()
@@ -236,7 +238,9 @@ class Server:
 
     def _note_stall(self) -> None:
         now = time.monotonic()
-        self.service.stall.record(now - self._busy_since, now)
+        stall = self.service.stall
+        if now - self._busy_since > stall.longest_now or now >= stall.window_ends:
+            stall.record(now - self._busy_since, now)
         self._busy_since = now
 
     def _look_at_the_clock(self, *, is_idle: bool) -> None:
@@ -498,17 +502,18 @@ class Server:
             self._send(request, wire.Done())
             self._stopping = True
             return
-        if isinstance(envelope.request, wire.Withdraw):
+        if self._looking and isinstance(envelope.request, wire.Withdraw):
             # Of these none is answered any more, so none may be begun.
             ended = {(peer.client, number) for number in envelope.request.numbers}
             self._looking = deque(
                 item for item in self._looking if (item[1].client, item[1].number) not in ended
             )
-        look = self.service.look_ahead(envelope)
-        if look is None or look():
-            self._handle(request, envelope, body)
-        else:
-            self._looking.append((look, request, envelope, body))
+        if type(envelope.request) in MAY_LOOK_LONG:
+            look = look_ahead(self.service.state, envelope.request)
+            if look is not None and not look():
+                self._looking.append((look, request, envelope, body))
+                return
+        self._handle(request, envelope, body)
 
     def _look_on(self) -> None:
         """Look at some more samples for a request with a condition, and handle it when all are known."""

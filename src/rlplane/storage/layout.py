@@ -66,7 +66,8 @@ class EncodedColumn(NamedTuple):
         block = memory.data_ptr() + start
         if layout.values_nbytes:
             nbytes = values.nbytes
-            parts = [*parts, (layout.values_nbytes - nbytes, nbytes, address_of(values, self.name), values)]
+            last = (layout.values_nbytes - nbytes, nbytes, address_of(values, self.name), values)
+            parts = [*parts, last] if parts else [last]
         copies = [(block + at, address, nbytes) for at, nbytes, address, _ in parts if address]
         if len(copies) < len(parts):
             for at, nbytes, address, value in parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -32,7 +31,6 @@ class ReadLease:
         self._maps: dict[int, tuple[_Mapping, object]] = {}
         self._is_done = False
         self._pid = os.getpid()
-        _live.add(self)
         if _dropped or _ended:
             _settle()  # what an interrupt has left behind
 
@@ -46,6 +44,7 @@ class ReadLease:
         mapping.lease, mapping.address, mapping.size, mapping.is_mapped = self, address, size, True
         with _lock:
             self._maps[address] = (mapping, then)
+            _mapped.add(self)
         return torch.from_numpy(array)
 
     def done(self) -> None:
@@ -95,7 +94,7 @@ class _Mapping(weakref.ref[Any]):
     is_mapped: bool
 
 
-_live: weakref.WeakSet[ReadLease] = weakref.WeakSet()
+_mapped: weakref.WeakSet[ReadLease] = weakref.WeakSet()  # leases that have had a mapping
 # Mappings that nothing needs any more, and leases of which all mappings are gone. What is in the middle of
 # being settled stays in here until it is.
 _dropped: deque[_Mapping] = deque()
@@ -103,29 +102,34 @@ _ended: deque[ReadLease] = deque()
 
 
 def _settle(_: object = None) -> None:
-    with _lock:
-        while _dropped:
-            _dropped[0].lease.drop(_dropped[0])
-            del _dropped[0]
+    if _dropped:
+        with _lock:
+            while _dropped:
+                _dropped[0].lease.drop(_dropped[0])
+                del _dropped[0]
     # Without the lock, because whoever is told may have one of its own.
-    with contextlib.suppress(IndexError):  # another thread was faster
-        while True:
+    while _ended:
+        try:
             lease = _ended[0]
-            lease.release()
-            with contextlib.suppress(ValueError):
-                _ended.remove(lease)
+        except IndexError:
+            return  # another thread was faster
+        lease.release()
+        try:
+            _ended.remove(lease)
+        except ValueError:
+            pass  # likewise
 
 
 def detach_all() -> None:
     """Make everything that was read independent of the arena."""
-    for lease in _all_live():
+    for lease in _all_mapped():
         lease.detach()
 
 
-def _all_live() -> list[ReadLease]:
+def _all_mapped() -> list[ReadLease]:
     while True:
         try:
-            return list(_live)
+            return list(_mapped)
         except RuntimeError:
             continue  # another thread has begun or ended a read meanwhile
 

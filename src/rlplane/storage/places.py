@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 ALIGN = 64
+_WITH_OFFSETS = frozenset({"jagged", "ragged", "object", "tree"})
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,7 +67,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def has_offsets(self) -> bool:
         """Whether its rows may have different sizes."""
-        return self.kind in ("jagged", "ragged", "object", "tree")
+        return self.kind in _WITH_OFFSETS
 
     @property
     def turn(self) -> tuple[str, tuple[int, ...]] | None:
@@ -83,9 +84,10 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def nbytes(self) -> int:
         """The block's size, padded so that the next one is aligned."""
-        if self.has_offsets and self.offsets is None:
-            return -(-(self.offsets_at + 8 * (self.rows + 1)) // ALIGN) * ALIGN
-        return self.offsets_at
+        size = -(-self.values_nbytes // ALIGN) * ALIGN
+        if self.offsets is None and self.kind in _WITH_OFFSETS:
+            size = -(-(size + 8 * (self.rows + 1)) // ALIGN) * ALIGN
+        return size
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
