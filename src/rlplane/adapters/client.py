@@ -311,6 +311,7 @@ class PlaneClient(DataPlaneClient):
     ) -> T:
         link = self._link()
         call = steps(self._calls, link, *args, **kwargs)
+        perform = self._perform if open_account() is None else self._perform_timed
         result: Any = None
         error: BaseException | None = None
         while True:
@@ -320,7 +321,7 @@ class PlaneClient(DataPlaneClient):
                 else:
                     thrown, error = error, None
                     step = call.throw(thrown)
-                result = self._perform(link, step)
+                result = perform(link, step)
             except StopIteration as end:
                 returned: T = end.value
                 return returned
@@ -330,13 +331,13 @@ class PlaneClient(DataPlaneClient):
                 # Of a step, or an interrupt between two: the call decides what has to be undone.
                 error = raised
 
-    def _perform(self, link: Link, step: Step) -> Any:
+    def _perform_timed(self, link: Link, step: Step) -> Any:
         times = open_account()
         if times is None or isinstance(step, Undo):
-            return self._perform_untimed(link, step)
+            return self._perform(link, step)
         began, result = time.perf_counter(), None
         try:
-            result = self._perform_untimed(link, step)
+            result = self._perform(link, step)
         finally:
             took = time.perf_counter() - began
             if isinstance(step, MoveBytes):
@@ -345,7 +346,7 @@ class PlaneClient(DataPlaneClient):
                 times.add_exchange(took, result)
         return result
 
-    def _perform_untimed(self, link: Link, step: Step) -> Any:
+    def _perform(self, link: Link, step: Step) -> Any:
         if isinstance(step, MoveBytes):
             return step.function()
         if isinstance(step, Undo):

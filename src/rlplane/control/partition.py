@@ -151,13 +151,13 @@ class Partition:
             if put.must_exist and put.staged.new:
                 raise self._missing(put, put.staged.new_ids())
             return put.staged.new
-        put.known, put.groups, put.sizes = self.rows.find(put.ids), (), {}
+        put.known, put.groups, put.sizes = self.table.rows.find(put.ids), (), {}
         new = put.known.count(None)
         if put.must_exist and new:
             raise self._missing(put, [i for i, row in zip(put.ids, put.known, strict=True) if row is None])
         if put.appends:
             self._check_unfinished(put)
-        if self.spec.group_size and new:
+        if self.table.spec.group_size and new:
             tags = put.tags or itertools.repeat(None)
             samples = zip(put.ids, put.known, tags, strict=False)
             fresh = [(i, tag) for i, row, tag in samples if row is None]

@@ -233,8 +233,9 @@ class Server:
         return sorted(events, key=lambda event: event[0] not in peers or not peers[event[0]].is_lifeline)
 
     def _set_time(self) -> None:
-        self.service.now, self.service.wall = time.monotonic(), time.time()
-        self._busy_since = self.service.now
+        service = self.service
+        self._busy_since = service.state.now = time.monotonic()
+        service.wall = time.time()
 
     def _note_stall(self) -> None:
         now = time.monotonic()
