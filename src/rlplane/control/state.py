@@ -232,26 +232,13 @@ class ControlState:
         self._retry_puts(effects)
         return effects
 
-    def clear(self, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
-        """Drop samples (all of them for None); also returns how many there were."""
-        return self._clear_all(self.begin_clear(partition_id, ids), Effects())
-
-    def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
-        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
-        return self._clear_all(self.begin_clear_written_by(partition_id, owner), Effects())
-
-    def _clear_all(self, clearing: Clearing, effects: Effects) -> tuple[int, Effects]:
-        while not clearing.is_over:
-            self.clear_some(clearing, effects)
-        return clearing.count, effects
-
     def begin_clear(self, partition_id: str, ids: Sequence[str] | None) -> Clearing:
-        """The same with :meth:`clear_some`, a slice at a time."""
+        """Drop samples (all of them for None) with :meth:`clear_some`, a slice at a time."""
         partition = self.partition(partition_id)
         return Clearing(partition, partition.live_rows(None) if ids is None else ids)
 
     def begin_clear_written_by(self, partition_id: str, owner: int) -> Clearing:
-        """The same with :meth:`clear_some`, a slice at a time."""
+        """The same for what ``owner`` wrote and is still there, or for everything if it never wrote here."""
         partition = self.partition(partition_id)
         rows = partition.table.written_by(owner)
         return Clearing(partition, partition.live_rows(None) if rows is None else rows)
@@ -368,14 +355,10 @@ class ControlState:
         told = self.partition(partition_id).flow.take_reported(limit)
         return Batch([sample_id for sample_id, _ in told], [tags for _, tags in told])
 
-    def drop(self, partition_id: str) -> tuple[int, Effects]:
-        """Forget a partition with its samples, schema and tasks; also returns how many samples there were.
-        Whoever waits for it gets an error."""
-        return self._clear_all(*self.begin_drop(partition_id))
-
     def begin_drop(self, partition_id: str) -> tuple[Clearing, Effects]:
-        """The same, but what its samples have is still to be freed with :meth:`clear_some`, a slice at a
-        time. Nobody can name them any more."""
+        """Forget a partition with its samples, schema and tasks. Whoever waits for it gets an error. What its
+        samples have, which nobody can name any more, is still to be freed with :meth:`clear_some`, a slice at
+        a time."""
         partition = self.partition(partition_id)
         gone = UnknownPartitionError(f"partition {partition_id!r} was dropped")
         effects = Effects()
