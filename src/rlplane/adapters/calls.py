@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlplane.adapters import many
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Exchange, MoveBytes, Undo, ask
 from rlplane.caller import warn_caller
@@ -35,6 +36,7 @@ from rlplane.errors import (
 )
 from rlplane.interfaces import DataPlaneConfig, KVBatchMeta
 from rlplane.service import protocol as wire
+from rlplane.service.parts import are_many
 from rlplane.storage.assembly import Assembler
 from rlplane.storage.layout import OBJECT_BYTES, EncodedColumn, bytes_to_encode, encode_columns
 from rlplane.storage.leases import ReadLease
@@ -330,10 +332,13 @@ class PlaneCalls:
             raise InvalidRequestError("select_fields is empty; name the fields to read")
         ids = check_ids(sample_ids, distinct=False)
         started = time.perf_counter()
-        located = yield from ask(wire.Locate(partition_id, ids, names), Located)
+        if are_many(ids):
+            located, release = yield from many.locate_many(link, partition_id, ids, names)
+        else:
+            located = yield from ask(wire.Locate(partition_id, ids, names), Located)
+            release = partial(link.connection.release, located.lease)
         reading = time.perf_counter()
-        connection, number = link.connection, located.lease
-        lease = ReadLease(lambda: connection.release(number))
+        lease = ReadLease(release)
 
         def read() -> tuple[dict[str, Any], int]:
             with link.in_use:
@@ -413,8 +418,7 @@ class PlaneCalls:
 
     def should_abort(self, link: Link, sample_ids: list[str], partition_id: str) -> Call[list[str]]:
         ids = check_ids(sample_ids, distinct=False)
-        vain: list[str] = (yield from ask(wire.ShouldAbort(partition_id, ids), wire.Done)).value
-        return vain
+        return (yield from many.should_abort(partition_id, ids))
 
     def evicted(self, link: Link, partition_id: str, limit: int | None) -> Call[KVBatchMeta]:
         _check_limit(limit)
@@ -430,7 +434,7 @@ class PlaneCalls:
         if meta.task_name is None:
             raise InvalidRequestError("unclaim needs a meta that claim_meta returned; this one has no task")
         ids = check_ids(meta.sample_ids, distinct=False)
-        yield from ask(wire.Unclaim(meta.partition_id, meta.task_name, ids, is_finished), wire.Done)
+        yield from many.unclaim(meta.partition_id, meta.task_name, ids, is_finished)
 
     def drop(self, link: Link, partition_id: str) -> Call[None]:
         yield from ask(wire.DropPartition(partition_id), wire.Done)

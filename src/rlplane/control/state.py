@@ -32,6 +32,7 @@ from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
 from rlplane.control.staging import Staging
+from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import (
     CapacityError,
     CapacityTimeoutError,
@@ -373,25 +374,26 @@ class ControlState:
         self._retry_puts(effects)
         return Clearing.of_all(partition), effects
 
-    def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
-        """That owner is done with these samples: they are not handed out again when it goes."""
-        cursor = self.partition(partition_id).task(task)
-        rows = self.partition(partition_id).live_rows(ids)
-        cursor.owner[rows[cursor.owner[rows] == owner]] = NOBODY
-
-    def unclaim(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> Effects:
-        """Take a claim back: what that owner still holds of it goes to the front of the queue."""
-        effects = Effects()
+    def begin_unclaim(
+        self, partition_id: str, task: str, ids: Sequence[str], owner: int, *, is_finished: bool = False
+    ) -> Unclaiming:
+        """End a claim with :meth:`unclaim_some`, a slice at a time: what that owner still holds of it goes to
+        the front of the queue or, if the owner is done with it, is not handed out again when that goes."""
         partition = self.partition(partition_id)
-        if task in partition.tasks:
-            rows = partition.live_rows(ids)
-            partition.cursors.put_back(
-                partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner]
-            )
-            self._evict(partition, partition.flow_control.stale(), STALE, effects)
-            self._answer_claims(partition, effects)
-            self._retry_puts(effects)
-        return effects
+        return Unclaiming(partition, partition.task(task), ids, owner, is_finished=is_finished)
+
+    def unclaim_some(self, unclaiming: Unclaiming, effects: Effects) -> None:
+        """Go on with the end of a claim, until it is over. Each slice is one of its own."""
+        partition, cursor, rows = unclaiming.partition, unclaiming.cursor, unclaiming.next_rows()
+        if self.partitions.get(partition.spec.partition_id) is not partition:
+            return  # it was dropped meanwhile
+        if unclaiming.is_finished:
+            cursor.owner[rows] = NOBODY
+            return
+        partition.cursors.put_back(cursor, rows)
+        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        self._answer_claims(partition, effects)
+        self._retry_puts(effects)
 
     def mark_claimed(
         self, partition_id: str, task: str, ids: Sequence[str] | None, *, is_claimed: bool

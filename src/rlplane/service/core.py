@@ -39,7 +39,7 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import ClearWork, LongWork, LossWork
+from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
 from rlplane.service.questions import answer_question
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall, look_ahead
@@ -263,13 +263,10 @@ class ControlService:
                     clearing = self.state.begin_clear(partition_id, ids)
                 self.begin(ClearWork(request, [clearing]))
                 return None
-            case wire.Unclaim(partition_id, task, ids, is_finished):
-                self.state.partition(partition_id).task(task)
-                if is_finished:
-                    self.state.finish_claims(partition_id, task, ids, request.client)
-                else:
-                    self.carry_out(self.state.unclaim(partition_id, task, ids, request.client))
-                return wire.Done()
+            case wire.Unclaim(partition_id, task, ids, done):
+                ending = self.state.begin_unclaim(partition_id, task, ids, request.client, is_finished=done)
+                self.begin(UnclaimWork([request], ending))
+                return None
             case wire.DropPartition(partition_id):
                 clearing, effects = self.state.begin_drop(partition_id)
                 self.carry_out(effects)
@@ -472,8 +469,8 @@ class ControlService:
                     self.storage.free(what)
             elif isinstance(what, int):
                 self.drop_lease(held, what)
-            elif what[0] in self.state.partitions:
-                self.carry_out(self.state.unclaim(*what, client))
+            elif what[0] in self.state.partitions and what[1] in self.state.partition(what[0]).tasks:
+                self.begin(UnclaimWork([], self.state.begin_unclaim(*what, client)))
         self.retry_reservations()
 
     def _drop_abandoned(self, held: Client, body: wire.Request) -> None:
@@ -520,7 +517,9 @@ class ControlService:
         held.grant(request, lease)
         partition = self.state.partition(body.partition_id)
         paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
-        return wire.Located(lease, places, located, rows, paths if any(paths) else None)
+        return wire.Located(
+            lease, places, located, rows, paths if any(paths) else None, self.table.next_number
+        )
 
     def _lease(self, held: Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
         """Keep the places of blocks from being recycled until the client drops them."""

@@ -33,7 +33,7 @@ class History:
         return batch.ids
 
     def unclaim(self, ids: list[str]) -> None:
-        self.state.unclaim("p", "t", ids, OWNER)
+        at_once.unclaim(self.state, "p", "t", ids, OWNER)
 
     def clear(self, ids: list[str]) -> None:
         at_once.clear(self.state, "p", ids)

@@ -127,11 +127,11 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
     write(state, "b", "x", token="waits")
     old = Put("p", ["a"], {}, [{"weight_version": 0}], token="old")
     if how == "a write":
-        assert not state.unclaim("p", "train", ["a"], 1).answers
+        assert not at_once.unclaim(state, "p", "train", ["a"], 1).answers
         answers = state.put(old).answers
     else:
         state.put(old)
-        answers = state.unclaim("p", "train", ["a"], 1).answers
+        answers = at_once.unclaim(state, "p", "train", ["a"], 1).answers
     assert ("waits", None) in answers and state.live == 1
 
 
@@ -169,8 +169,8 @@ def test_a_group_that_comes_back_in_two_parts_is_handed_out_whole() -> None:
     state = plane(group_size=2)
     write(state, ["a_g0", "a_g1"], "x")
     assert claim(state, 2, owner=1) == ["a_g0", "a_g1"]
-    state.unclaim("p", "t", ["a_g0"], 1)
-    state.unclaim("p", "t", ["a_g1"], 1)
+    at_once.unclaim(state, "p", "t", ["a_g0"], 1)
+    at_once.unclaim(state, "p", "t", ["a_g1"], 1)
     assert claim(state, 2) == ["a_g1", "a_g0"]
 
 
@@ -295,8 +295,8 @@ def test_a_member_that_was_given_back_is_handed_out_when_its_group_is_closed_wit
     write(state, ids, "x")
     assert claim(state, 3, owner=1) == ids
     write(state, ids[:2], "y")
-    state.finish_claims("p", "t", ["a_g0"], 1)
-    state.unclaim("p", "t", ids, 1)
+    at_once.finish_claims(state, "p", "t", ["a_g0"], 1)
+    at_once.unclaim(state, "p", "t", ids, 1)
     assert state.close_group("p", "a", "failed")[0] == 2
     assert claim(state, 3) == ["a_g1"]
 
