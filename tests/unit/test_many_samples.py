@@ -174,3 +174,63 @@ def test_it_is_asked_of_few_at_a_time_whether_to_go_on(plane: Any, requests: Req
     put(plane, IDS)
     assert plane.should_abort(IDS, "p") == []
     assert len(requests.of(wire.ShouldAbort)) == 6
+
+
+def test_a_put_of_many_names_them_before_and_is_there_at_once(plane: Any, requests: Requests) -> None:
+    seen: list[int] = []
+    for kind in (wire.Naming, wire.Commit):
+        requests.before[kind] = lambda _: seen.append(plane.count("p"))
+    tags = [{"n": number} for number in range(SAMPLES)]
+    written = plane.put_samples(IDS, "p", columns(IDS), tags)
+    assert written.sample_ids == IDS and written.tags == tags
+    assert seen == [0] * 7 and max(len(request.ids) for request in requests.of(wire.Naming)) == AT_ONCE
+    assert requests.of(wire.Commit)[0].ids == [] and requests.of(wire.Reserve)[0].ids == []
+    read = plane.claim_meta("p", "t", ["x"], SAMPLES)
+    assert read.sample_ids == IDS and read.tags == tags
+    plane.put_samples(IDS, "p", None, [{"n": -number} for number in range(SAMPLES)])
+    assert plane.count("p", {"n": {"<": 0}}) == SAMPLES - 1
+
+
+def test_a_put_of_many_to_a_partition_that_is_registered_again_is_made_anew(
+    plane: Any, requests: Requests
+) -> None:
+    def register(number: int) -> None:
+        if number == 1:
+            plane.register_partition("p", ["x", "y"], 0, ["t"])
+
+    requests.before[wire.Commit] = register
+    put(plane, IDS)
+    assert len(requests.of(wire.Commit)) == 2 and len(requests.of(wire.Naming)) == 12
+    assert plane.claim_meta("p", "t", ["x"], SAMPLES).sample_ids == IDS
+    assert not named(plane)
+
+
+@pytest.mark.parametrize("kind", [wire.Naming, wire.Reserve, wire.Commit])
+def test_what_a_put_has_named_is_forgotten_when_it_is_interrupted(
+    plane: Any, requests: Requests, kind: type
+) -> None:
+    def interrupt(number: int) -> None:
+        if number == (3 if kind is wire.Naming else 1):
+            raise KeyboardInterrupt
+
+    requests.before[kind] = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        put(plane, IDS)
+    assert plane.count("p") == 0 and not named(plane)
+    assert plane.service_status()["reserved"] == 0
+
+
+def named(plane: Any) -> list[int]:
+    """The requests whose samples have been named and that have not come."""
+    clients = plane._link().connection._service._service.clients.values()
+    return [number for held in clients for number in held.named]
+
+
+def test_a_clear_of_many_names_them_before_and_is_done_to_its_end(plane: Any, requests: Requests) -> None:
+    put(plane, IDS)
+    counts: list[int] = []
+    for kind in (wire.Naming, wire.Clear):
+        requests.before[kind] = lambda _: counts.append(plane.count("p"))
+    plane.clear_samples([*IDS[:-1], "nobody"], "p")
+    assert counts == [SAMPLES] * 7 and plane.list_sample_ids("p") == IDS[-1:]
+    assert not named(plane)

@@ -208,6 +208,9 @@ class PlaneCalls:
                 appends=appends,
                 finishes=finishes,
             )
+            if are_many(ids):
+                commit.named = yield from many.name(ids, sealed)
+                commit.ids, commit.tags = [], None
             # From the second attempt on without a spare place, which may have been the reason for it.
             if not ids or (
                 yield from self._write_and_commit(link, columns, commit, deadline, spare_allowed=not attempt)
@@ -257,7 +260,7 @@ class PlaneCalls:
                 while True:
                     if place is None:
                         left = max(deadline - time.monotonic(), 0.0)
-                        reserve = wire.Reserve(used, left, commit.partition_id, commit.ids)
+                        reserve = wire.Reserve(used, left, commit.partition_id, commit.ids, commit.named)
                         place = (yield from ask(reserve, wire.Reserved, waits_s=left)).place
                     began = yield MoveBytes(partial(_write, link, place, columns, deadline), used)
                     if isinstance(began, float):
@@ -287,6 +290,8 @@ class PlaneCalls:
         except BaseException as error:
             # A service that has not answered the commit is not asked again.
             gone = asked and isinstance(error, PlaneConnectionError)
+            if commit.named is not None and not gone:
+                yield Undo(wire.Unname(commit.named))
             if place is not None and not gone:
                 # Nothing happens if the commit has come through after all.
                 yield Undo(wire.Unreserve(place.number))
@@ -380,8 +385,9 @@ class PlaneCalls:
 
     def clear(self, link: Link, sample_ids: list[str] | None, partition_id: str) -> Call[None]:
         ids = None if sample_ids is None else check_ids(sample_ids, distinct=False)
-        cleared = (yield from ask(wire.Clear(partition_id, ids), wire.Done)).value
-        if ids is None and not cleared:
+        if ids is not None:
+            yield from many.clear(partition_id, ids)
+        elif not (yield from ask(wire.Clear(partition_id, None), wire.Done)).value:
             warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
 
     def peek(

@@ -6,21 +6,49 @@ between two of its requests, and asks again.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from rlplane.adapters.link import Link
-from rlplane.adapters.steps import Call, ask
+from rlplane.adapters.steps import Call, Undo, ask
 from rlplane.service import protocol as wire
-from rlplane.service.parts import in_parts
+from rlplane.service.parts import are_many, in_parts
 from rlplane.storage.joining import joined
 from rlplane.storage.places import Located
 
-__all__ = ["locate_many", "should_abort", "unclaim"]
+__all__ = ["clear", "locate_many", "name", "should_abort", "unclaim"]
 
 # How often a read is made anew that others have written into. Then it is asked for in one go, and holds them
 # up.
 _ATTEMPTS = 4
+
+
+def name(ids: list[str], tags: list[dict[str, Any]] | None = None) -> Call[int]:
+    """Name the samples of a request that follows; return what it says instead. If it does not follow, it has
+    to be said (:class:`~rlplane.service.protocol.Unname`)."""
+    named, at = secrets.randbits(62), 0
+    try:
+        for part in in_parts(ids):
+            of_part = None if tags is None else tags[at : at + len(part)]
+            yield from ask(wire.Naming(named, at, part, of_part), wire.Done)
+            at += len(part)
+    except GeneratorExit:
+        raise  # nobody drives this call any more
+    except BaseException:
+        yield Undo(wire.Unname(named))
+        raise
+    return named
+
+
+def clear(partition_id: str, ids: list[str]) -> Call[int]:
+    """Clear samples; return how many there were. A clear that was begun is done to its end."""
+    request = wire.Clear(partition_id, ids)
+    if are_many(ids):
+        request = wire.Clear(partition_id, [], (yield from name(ids)))
+    cleared: int = (yield from ask(request, wire.Done)).value
+    return cleared
 
 
 def unclaim(partition_id: str, task: str, ids: list[str], is_finished: bool = False) -> Call[None]:

@@ -21,7 +21,7 @@ from rlplane.errors import (
     PlaneConnectionError,
 )
 from rlplane.service import protocol as wire
-from rlplane.service.block_table import Block, BlockTable
+from rlplane.service.block_table import BlockTable
 from rlplane.service.checkpoints import Checkpoints
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commits import commit
@@ -40,6 +40,7 @@ from rlplane.service.journal import (
     WentOn,
 )
 from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
+from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall, look_ahead
@@ -256,11 +257,12 @@ class ControlService:
                 return None
             case wire.Locate():
                 return self._locate(request, held, body)
-            case wire.Clear(partition_id, ids):
-                if ids is None:
+            case wire.Clear(partition_id):
+                take_names(held, body)
+                if body.ids is None:
                     clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:
-                    clearing = self.state.begin_clear(partition_id, ids)
+                    clearing = self.state.begin_clear(partition_id, body.ids)
                 self.begin(ClearWork(request, [clearing]))
                 return None
             case wire.Unclaim(partition_id, task, ids, done):
@@ -319,6 +321,8 @@ class ControlService:
             case wire.Unload(load):
                 held.loading.pop(load, None)
                 return wire.Done()
+            case wire.Naming() | wire.Unname():
+                return note_names(held, body)
             case wire.Withdraw(numbers):
                 self.withdraw(request.client, numbers)
                 return wire.Done()
@@ -474,7 +478,8 @@ class ControlService:
         self.retry_reservations()
 
     def _drop_abandoned(self, held: Client, body: wire.Request) -> None:
-        """The place of a commit that will not be made."""
+        """The place of a commit that will not be made, and the names of its samples."""
+        held.named.pop(getattr(body, "named", None) or 0, None)
         if isinstance(body, wire.Commit) and body.place is not None:
             place = held.pop_reserved(body.place)
             if place is not None:
@@ -513,18 +518,14 @@ class ControlService:
             field, numbers = field_rows(pieces)
             rows.append(field)
             used.update(dict.fromkeys(numbers))
-        lease, places, located = self._lease(held, list(used))
+        places, located = self.table.lease(used)
+        lease = self.new_lease(held, [place.number for place in places])
         held.grant(request, lease)
         partition = self.state.partition(body.partition_id)
         paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
         return wire.Located(
             lease, places, located, rows, paths if any(paths) else None, self.table.next_number
         )
-
-    def _lease(self, held: Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
-        """Keep the places of blocks from being recycled until the client drops them."""
-        places, located = self.table.lease(numbers)
-        return self.new_lease(held, [place.number for place in places]), places, located
 
     def new_lease(self, held: Client, places: list[int]) -> int:
         """A number for a lease on these places."""

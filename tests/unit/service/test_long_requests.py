@@ -480,3 +480,55 @@ def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
     assert isinstance(plane.answers[0, 3], wire.Done)
     assert sorted(plane.service.state.partition("p").rows) == sorted(MANY)
     assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY
+
+
+@pytest.mark.parametrize("come", range(6))
+def test_what_was_named_before_a_put_is_known_to_the_service_that_goes_on(
+    tmp_path: Path, long_puts: None, come: int
+) -> None:
+    plane = JournaledPlane(tmp_path)
+    plane.ask(1, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"])))
+    commit = wire.Commit("p", 1, [], [], [], None, 0, FOREVER)
+    commit.named = 5
+    requests: list[wire.Request] = [
+        wire.Naming(5, at, MANY[at : at + 5], [{"n": at}] * len(MANY[at : at + 5])) for at in (0, 5, 10)
+    ]
+    requests.append(commit)
+    for number, request in enumerate(requests[:come], 10):
+        plane.ask(number, request)
+    plane.die()
+    for number, request in list(enumerate(requests, 10))[max(come - 1, 0) :]:
+        plane.answers.pop((0, number), None)
+        plane.ask(number, request)
+    while plane.service.has_work:
+        plane.service.go_on()
+    claimed = plane.ask(20, wire.ClaimRequest("p", "t", [], 20, False, 0.0))
+    assert claimed.ids == MANY and [tags["n"] for tags in claimed.tags] == [0] * 5 + [5] * 5 + [10] * 2
+    assert not plane.service.clients[0].named
+
+
+def test_names_that_come_twice_count_once_and_those_that_do_not_fit_are_refused(desk: Desk) -> None:
+    for _ in range(2):
+        assert desk.ask(1, wire.Naming(3, 0, IDS[:2])) == wire.Done()
+        assert desk.ask(1, wire.Naming(3, 2, IDS[2:4])) == wire.Done()
+    assert isinstance(desk.ask(1, wire.Naming(3, 5, IDS[5:6])), wire.Failure)
+    assert isinstance(desk.ask(1, wire.Naming(3, 4, IDS[5:6], [{}])), wire.Failure)
+    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(4)
+    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(0)  # they are gone with the first
+
+
+def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: Desk) -> None:
+    used = desk.used
+    for named in (3, 4):
+        desk.ask(1, wire.Naming(3, 0, ["a"]))
+        place = desk.answers[desk.reserve(1, 1)].place
+        body = wire.Commit("p", 0, [], ["x"], [layout_of(PAGE, 1)], place.number, PAGE, FOREVER)
+        body.named = named
+        assert isinstance(desk.ask(1, body), wire.Failure)  # of another version, or without samples
+        desk.ask(1, wire.Unname(3))
+    request = desk.post(1, wire.Naming(3, 0, ["a"]))
+    assert desk.answers[request] == wire.Done()
+    body.named = 3
+    desk.service.clients[1].abandoned.append(request.number + 1)
+    assert isinstance(desk.ask(1, body), wire.Failure)
+    assert desk.used == used and not desk.service.clients[1].named
