@@ -4,6 +4,7 @@ holds."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class PendingRequest:
     parked: float | None = None  # since when it waits for others, if it had to
 
 
-Granted = Place | int | tuple[str, str, list[str]]
+Granted = Place | int | tuple[str, str, Sequence[str]]
 """What a request was given that has to be undone if nobody reads the answer: a place, a lease, or a claim
 (partition, task, ids)."""
 

@@ -41,7 +41,7 @@ from rlplane.service.journal import (
 )
 from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
 from rlplane.service.naming import note_names, take_names
-from rlplane.service.questions import answer_question
+from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall, look_ahead
 from rlplane.storage.places import Loss, Place, StorageHost
@@ -305,8 +305,7 @@ class ControlService:
                 self.carry_out(self.state.finish(partition_id))
                 return wire.Done()
             case wire.Evicted(partition_id, limit):
-                told = self.state.evicted(partition_id, limit)
-                return wire.Claimed(told.ids, told.tags)
+                return claimed(self.state.evicted(partition_id, limit))
             case wire.Freeze():
                 self.checkpoints.freeze(request, held)
                 return None
@@ -445,7 +444,7 @@ class ControlService:
         held = self.clients.get(request.client)
         if held is not None and request.claim is not None:
             held.grant(request, (*request.claim, batch.ids))
-        return wire.Claimed(batch.ids, batch.tags)
+        return claimed(batch)
 
     def abandon(self, client: int, number: int) -> None:
         """Whoever made this request was interrupted: it will not read the answer. Undo what it was given."""

@@ -17,6 +17,7 @@ import msgspec
 
 from rlplane import errors
 from rlplane.control.rules import PartitionSpec
+from rlplane.control.snapshots import SampleColumn
 from rlplane.storage.places import FieldRows, Layout, Located, Loss, Place
 
 __all__ = [
@@ -503,13 +504,21 @@ class Frozen(_Answer):
 
 Answer = Failure | Done | Described | Reserved | Claimed | Located | Frozen | Welcome
 
+
+def _plain(value: Any) -> Any:
+    """What is not read yet of the columns of very many samples."""
+    if isinstance(value, SampleColumn):
+        return value[:]
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
 hello_decoder = msgspec.msgpack.Decoder(Hello)
 notice_decoder: msgspec.msgpack.Decoder[Release | Abandon | Goodbye] = msgspec.msgpack.Decoder(
     Release | Abandon | Goodbye
 )
 envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 class FrozenBlocks(msgspec.Struct, array_like=True):

@@ -30,7 +30,7 @@ class History:
         claim = Claim("p", "t", fields, size, order=order, max_uses=max_uses, owner=OWNER, **how)
         ((_, batch), *_) = self.state.claim(claim, blocking=False).answers
         assert isinstance(batch, Batch)
-        return batch.ids
+        return list(batch.ids)
 
     def unclaim(self, ids: list[str]) -> None:
         at_once.unclaim(self.state, "p", "t", ids, OWNER)

@@ -30,7 +30,7 @@ def claimed(state: ControlState, size: int = 3, task: str = "train") -> list[str
     effects = state.claim(Claim("p", task, ["x"], size), blocking=False)
     (_, batch), *_ = effects.answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def test_extending_a_partition_keeps_what_it_has_and_adds_what_it_lacks() -> None:

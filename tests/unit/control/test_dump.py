@@ -77,7 +77,7 @@ def reloaded(state: ControlState, **options: Any) -> ControlState:
 def claim(state: ControlState, claim: Claim, *, blocking: bool) -> list[str]:
     ((_, batch),) = state.claim(claim, blocking=blocking).answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def remaining(state: ControlState, name: str, task: str, fields: list[str]) -> list[str]:

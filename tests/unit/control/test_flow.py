@@ -39,7 +39,7 @@ def claim(
     request = Claim("p", task, fields or ["x"], size, owner=owner, token="now", **how)
     ((_, batch),) = state.claim(request, blocking=False).answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def test_a_look_keeps_an_index_of_the_tag_that_follows_writes_and_clears() -> None:
