@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlplane.adapters import many
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Exchange, MoveBytes, Undo, ask
 from rlplane.caller import warn_caller
@@ -35,6 +36,7 @@ from rlplane.errors import (
 )
 from rlplane.interfaces import DataPlaneConfig, KVBatchMeta
 from rlplane.service import protocol as wire
+from rlplane.service.parts import are_many
 from rlplane.storage.assembly import Assembler
 from rlplane.storage.layout import OBJECT_BYTES, EncodedColumn, bytes_to_encode, encode_columns
 from rlplane.storage.leases import ReadLease
@@ -205,6 +207,9 @@ class PlaneCalls:
                 appends=appends,
                 finishes=finishes,
             )
+            if are_many(ids):
+                commit.named = yield from many.name(ids, sealed)
+                commit.ids, commit.tags = [], None
             # From the second attempt on without a spare place, which may have been the reason for it.
             if not ids or (
                 yield from self._write_and_commit(link, columns, commit, deadline, spare_allowed=not attempt)
@@ -254,7 +259,7 @@ class PlaneCalls:
                 while True:
                     if place is None:
                         left = max(deadline - time.monotonic(), 0.0)
-                        reserve = wire.Reserve(used, left, commit.partition_id, commit.ids)
+                        reserve = wire.Reserve(used, left, commit.partition_id, commit.ids, commit.named)
                         place = (yield from ask(reserve, wire.Reserved, waits_s=left)).place
                     began = yield MoveBytes(partial(_write, link, place, columns, deadline), lambda: used)
                     if isinstance(began, float):
@@ -284,6 +289,8 @@ class PlaneCalls:
         except BaseException as error:
             # A service that has not answered the commit is not asked again.
             gone = asked and isinstance(error, PlaneConnectionError)
+            if commit.named is not None and not gone:
+                yield Undo(wire.Unname(commit.named))
             if place is not None and not gone:
                 # Nothing happens if the commit has come through after all.
                 yield Undo(wire.Unreserve(place.number))
@@ -331,10 +338,13 @@ class PlaneCalls:
             raise InvalidRequestError("select_fields is empty; name the fields to read")
         ids = check_ids(sample_ids, distinct=False)
         started = time.perf_counter()
-        located = yield from ask(wire.Locate(partition_id, ids, names), Located)
+        if are_many(ids):
+            located, release = yield from many.locate_many(link, partition_id, ids, names)
+        else:
+            located = yield from ask(wire.Locate(partition_id, ids, names), Located)
+            release = partial(link.connection.release, located.lease)
         reading = time.perf_counter()
-        connection, number = link.connection, located.lease
-        lease = ReadLease(lambda: connection.release(number))
+        lease = ReadLease(release)
 
         def read() -> tuple[dict[str, Any], int]:
             with link.in_use:
@@ -376,8 +386,9 @@ class PlaneCalls:
 
     def clear(self, link: Link, sample_ids: list[str] | None, partition_id: str) -> Call[None]:
         ids = None if sample_ids is None else check_ids(sample_ids, distinct=False)
-        cleared = (yield from ask(wire.Clear(partition_id, ids), wire.Done)).value
-        if ids is None and not cleared:
+        if ids is not None:
+            yield from many.clear(partition_id, ids)
+        elif not (yield from ask(wire.Clear(partition_id, None), wire.Done)).value:
             warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
 
     def peek(
@@ -414,8 +425,7 @@ class PlaneCalls:
 
     def should_abort(self, link: Link, sample_ids: list[str], partition_id: str) -> Call[list[str]]:
         ids = check_ids(sample_ids, distinct=False)
-        vain: list[str] = (yield from ask(wire.ShouldAbort(partition_id, ids), wire.Done)).value
-        return vain
+        return (yield from many.should_abort(partition_id, ids))
 
     def evicted(self, link: Link, partition_id: str, limit: int | None) -> Call[KVBatchMeta]:
         _check_limit(limit)
@@ -431,7 +441,7 @@ class PlaneCalls:
         if meta.task_name is None:
             raise InvalidRequestError("unclaim needs a meta that claim_meta returned; this one has no task")
         ids = check_ids(meta.sample_ids, distinct=False)
-        yield from ask(wire.Unclaim(meta.partition_id, meta.task_name, ids, is_finished), wire.Done)
+        yield from many.unclaim(meta.partition_id, meta.task_name, ids, is_finished)
 
     def drop(self, link: Link, partition_id: str) -> Call[None]:
         yield from ask(wire.DropPartition(partition_id), wire.Done)

@@ -12,6 +12,8 @@ partition.py   one partition: registering, writing, removing, and the parts that
   looking.py        questions that change nothing
 staging.py     a put of many samples, made ready a slice at a time
 clearing.py    a clear of many samples, a slice at a time
+unclaiming.py  the end of a claim of many samples, a slice at a time
+snapshots.py   ids and tags of many samples at one moment, read a slice at a time
 losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready

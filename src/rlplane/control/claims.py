@@ -25,6 +25,7 @@ from rlplane.control.queues import Match, ReadyQueue
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import why_nothing_matches
 from rlplane.control.samples import SampleTable
+from rlplane.control.snapshots import ids_and_tags_of
 from rlplane.control.steps import StepKey, Steps, divided
 from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, StepOverError
 
@@ -73,7 +74,7 @@ class Claims:
                 self._cursors.forget_kept(task, rows)
             if claim.max_uses > 1:
                 self._cursors.line_up_again(task, rows, claim)
-        return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
+        return Batch(*ids_and_tags_of(table, rows))
 
     def available(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
         """How many samples, or more than are there, a claim that does not wait may have."""

@@ -16,6 +16,7 @@ from rlplane.control.policies import Order
 from rlplane.control.requests import Batch
 from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
+from rlplane.control.snapshots import ids_and_tags_of
 from rlplane.control.tag_index import TagIndex
 
 __all__ = ["Looking"]
@@ -125,7 +126,9 @@ class Looking:
             rows = rows[table.column(name).block[rows] >= 0]
         if order.kind in ("fifo", "lifo"):
             serials = table.serial[rows]
-            rows = rows[np.argsort(serials if order.kind == "fifo" else -serials)][:limit]
+            if not (serials[1:] > serials[:-1]).all():
+                rows = rows[np.argsort(serials)]
+            rows = (rows if order.kind == "fifo" else rows[::-1])[:limit]
         else:
             keys = {
                 row: (order.key([table.ids[row]], [table.tags[row]]), table.serial[row])
@@ -133,7 +136,7 @@ class Looking:
             }
             rows = np.array(heapq.nsmallest(len(keys) if limit is None else limit, keys, keys.__getitem__))
             rows = rows.astype(np.int64)
-        return Batch(table.ids[rows].tolist(), table.tags[rows].tolist())
+        return Batch(*ids_and_tags_of(table, rows))
 
 
 def _tag_with_value(where: Mapping[str, Any]) -> str | None:

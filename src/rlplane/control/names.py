@@ -25,10 +25,6 @@ class Names(Mapping[str, int]):
         """All rows in the order in which they were added, if that is known."""
         return None if self._is_mixed else self._rows.values()
 
-    def in_order(self) -> list[str] | None:
-        """All names in the order in which they were added, if that is known."""
-        return None if self._is_mixed else list(self._rows)
-
     def find(self, ids: Iterable[str]) -> list[int | None]:
         """The row of each, None for those that are not there."""
         if not self._apart:

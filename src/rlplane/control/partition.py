@@ -24,6 +24,7 @@ from rlplane.control.names import Names
 from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
+from rlplane.control.snapshots import ids_of
 from rlplane.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -97,10 +98,9 @@ class Partition:
         """See :meth:`~rlplane.control.samples.SampleTable.live_rows`."""
         return self.table.live_rows(ids)
 
-    def names(self) -> list[str]:
+    def names(self) -> Sequence[str]:
         """The ids of all samples, by birth."""
-        names: list[str] | None = self.rows.in_order()
-        return self.ids[self.live_rows(None)].tolist() if names is None else names
+        return ids_of(self.table, self.live_rows(None))
 
     # Registration
 
@@ -362,9 +362,10 @@ class Partition:
             self.groups.closed[name] = int(self.table.stamps(1)[0])
             self.flow.closed_short[reason] += 1
             short = {"expected": expected, "members": len(finished), "reason": reason}
+            rows = np.array(finished, np.int64)
+            self.table.about_to_change(rows)
             for row in finished:
                 self.tags[row] = {**self.tags[row], "short_group": short}
-            rows = np.array(finished, np.int64)
             self.looking.tagged(rows, rows)
             for touched in self.table.watchers:
                 touched.update(self.ids[rows].tolist())

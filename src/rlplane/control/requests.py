@@ -163,12 +163,12 @@ class Claim:
 
 
 class Batch:
-    """What a claim was given: ids and tags, row by row. The tags are the state's own: copy before
-    changing."""
+    """What a claim was given: ids and tags, row by row; those of very many are read some at a time. The tags
+    are the state's own: copy before changing."""
 
     __slots__ = ("ids", "tags")
 
-    def __init__(self, ids: list[str], tags: list[dict[str, Any]]) -> None:
+    def __init__(self, ids: Sequence[str], tags: Sequence[dict[str, Any]]) -> None:
         self.ids, self.tags = ids, tags
 
 

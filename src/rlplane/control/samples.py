@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, pieces_o
 from rlplane.control.names import Names
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
+from rlplane.control.snapshots import Snapshot
 from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
 __all__ = ["NO_ROWS", "STAMP_BITS", "SampleTable", "rows_by_birth", "some"]
@@ -37,6 +39,7 @@ class SampleTable:
         self.finished = False  # nobody writes new samples any more
         self.rows = Names()
         self.watchers: list[set[str]] = []  # each gets the ids of samples that are touched
+        self.readers: list[ref[Snapshot]] = []  # what is not read yet of these is not to be changed unseen
         self.size = 64
         self.ids = np.empty(self.size, object)
         self.tags = np.empty(self.size, object)
@@ -142,7 +145,17 @@ class SampleTable:
         turns = self.columns[field].turns if field in self.columns else {}
         return {turns[row][-1][0] for row in self.rows.find(ids) if row in turns} if turns else set()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "readers": []}  # a dump has what they read
+
     # Changes
+
+    def about_to_change(self, rows: Rows) -> None:
+        """The tags of these rows will be others, or the rows will be gone."""
+        for reader in self.readers:
+            snapshot = reader()
+            if snapshot is not None:
+                snapshot.keep(rows)
 
     def stamps(self, count: int) -> Rows:
         """Stamps for so many samples to which something happens now: (event, place in it). They say in which
@@ -175,6 +188,8 @@ class SampleTable:
         if new == 0:
             rows = np.array(known, np.int64)
             if tags is not None:
+                if self.readers:
+                    self.about_to_change(rows)
                 for row, tag in zip(known, tags, strict=True):
                     if tag:
                         self.tags[row] = self.tags[row] | tag
@@ -189,6 +204,8 @@ class SampleTable:
             rows[places] = fresh
             if tags is not None:
                 new_tags = [tags[place] for place in places]
+                if self.readers:
+                    self.about_to_change(np.array([row for row in known if row is not None], np.int64))
                 for row, tag in zip(known, tags, strict=True):
                     if row is not None and tag:
                         self.tags[row] = self.tags[row] | tag
@@ -236,6 +253,7 @@ class SampleTable:
 
     def remove(self, rows: Rows) -> BlockRows:
         """Drop rows; return what they referred to, for each field."""
+        self.about_to_change(rows)
         gone = [place for column in self.columns.values() for place in column.remove(rows)]
         ids = self.ids[rows].tolist()
         self.rows.remove(ids)

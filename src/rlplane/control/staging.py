@@ -121,6 +121,7 @@ class Staging:
         fresh = self.rows[self._is_new]
         table.make_live(self._names, fresh, self._now)
         if self._given is not None:
+            table.about_to_change(self.known_rows)
             table.tags[self.known_rows] = self._tags[~self._is_new]
         for index in self.partition.looking.indexes.values():
             if all(index is not known for known in self._indexes):

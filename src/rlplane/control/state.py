@@ -32,6 +32,7 @@ from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
 from rlplane.control.staging import Staging
+from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import (
     CapacityError,
     CapacityTimeoutError,
@@ -239,26 +240,13 @@ class ControlState:
         self._retry_puts(effects)
         return effects
 
-    def clear(self, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
-        """Drop samples (all of them for None); also returns how many there were."""
-        return self._clear_all(self.begin_clear(partition_id, ids), Effects())
-
-    def clear_written_by(self, partition_id: str, owner: int) -> tuple[int, Effects]:
-        """Drop what ``owner`` wrote and is still there, or everything if it never wrote here."""
-        return self._clear_all(self.begin_clear_written_by(partition_id, owner), Effects())
-
-    def _clear_all(self, clearing: Clearing, effects: Effects) -> tuple[int, Effects]:
-        while not clearing.is_over:
-            self.clear_some(clearing, effects)
-        return clearing.count, effects
-
     def begin_clear(self, partition_id: str, ids: Sequence[str] | None) -> Clearing:
-        """The same with :meth:`clear_some`, a slice at a time."""
+        """Drop samples (all of them for None) with :meth:`clear_some`, a slice at a time."""
         partition = self.partition(partition_id)
         return Clearing(partition, partition.live_rows(None) if ids is None else ids)
 
     def begin_clear_written_by(self, partition_id: str, owner: int) -> Clearing:
-        """The same with :meth:`clear_some`, a slice at a time."""
+        """The same for what ``owner`` wrote and is still there, or for everything if it never wrote here."""
         partition = self.partition(partition_id)
         rows = partition.table.written_by(owner)
         return Clearing(partition, partition.live_rows(None) if rows is None else rows)
@@ -375,14 +363,10 @@ class ControlState:
         told = self.partition(partition_id).flow.take_reported(limit)
         return Batch([sample_id for sample_id, _ in told], [tags for _, tags in told])
 
-    def drop(self, partition_id: str) -> tuple[int, Effects]:
-        """Forget a partition with its samples, schema and tasks; also returns how many samples there were.
-        Whoever waits for it gets an error."""
-        return self._clear_all(*self.begin_drop(partition_id))
-
     def begin_drop(self, partition_id: str) -> tuple[Clearing, Effects]:
-        """The same, but what its samples have is still to be freed with :meth:`clear_some`, a slice at a
-        time. Nobody can name them any more."""
+        """Forget a partition with its samples, schema and tasks. Whoever waits for it gets an error. What its
+        samples have, which nobody can name any more, is still to be freed with :meth:`clear_some`, a slice at
+        a time."""
         partition = self.partition(partition_id)
         gone = UnknownPartitionError(f"partition {partition_id!r} was dropped")
         effects = Effects()
@@ -397,25 +381,26 @@ class ControlState:
         self._retry_puts(effects)
         return Clearing.of_all(partition), effects
 
-    def finish_claims(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> None:
-        """That owner is done with these samples: they are not handed out again when it goes."""
-        cursor = self.partition(partition_id).task(task)
-        rows = self.partition(partition_id).live_rows(ids)
-        cursor.owner[rows[cursor.owner[rows] == owner]] = NOBODY
-
-    def unclaim(self, partition_id: str, task: str, ids: Sequence[str], owner: int) -> Effects:
-        """Take a claim back: what that owner still holds of it goes to the front of the queue."""
-        effects = Effects()
+    def begin_unclaim(
+        self, partition_id: str, task: str, ids: Sequence[str], owner: int, *, is_finished: bool = False
+    ) -> Unclaiming:
+        """End a claim with :meth:`unclaim_some`, a slice at a time: what that owner still holds of it goes to
+        the front of the queue or, if the owner is done with it, is not handed out again when that goes."""
         partition = self.partition(partition_id)
-        if task in partition.tasks:
-            rows = partition.live_rows(ids)
-            partition.cursors.put_back(
-                partition.tasks[task], rows[partition.tasks[task].owner[rows] == owner]
-            )
-            self._evict(partition, partition.flow_control.stale(), STALE, effects)
-            self._answer_claims(partition, effects)
-            self._retry_puts(effects)
-        return effects
+        return Unclaiming(partition, partition.task(task), ids, owner, is_finished=is_finished)
+
+    def unclaim_some(self, unclaiming: Unclaiming, effects: Effects) -> None:
+        """Go on with the end of a claim, until it is over. Each slice is one of its own."""
+        partition, cursor, rows = unclaiming.partition, unclaiming.cursor, unclaiming.next_rows()
+        if self.partitions.get(partition.spec.partition_id) is not partition:
+            return  # it was dropped meanwhile
+        if unclaiming.is_finished:
+            cursor.owner[rows] = NOBODY
+            return
+        partition.cursors.put_back(cursor, rows)
+        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        self._answer_claims(partition, effects)
+        self._retry_puts(effects)
 
     def mark_claimed(
         self, partition_id: str, task: str, ids: Sequence[str] | None, *, is_claimed: bool

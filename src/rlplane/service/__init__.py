@@ -11,6 +11,8 @@
     checkpoints.py  Checkpoints: a plane that is frozen to be saved, and replaced by one that is loaded
     protocol.py     the messages
     framing.py      messages over a stream socket
+    parts.py        how the names of very many samples are divided over several requests
+    naming.py       the samples of requests that name very many, which come before them
     sockets.py      unix:// and tcp:// addresses
     server.py       Server: one thread that serves a ControlService over a socket
     peers.py        a connection, as the server sees it

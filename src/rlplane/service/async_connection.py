@@ -23,6 +23,7 @@ from rlplane.errors import ClientClosedError, DataPlaneError, PlaneConnectionErr
 from rlplane.service import protocol as wire
 from rlplane.service.connection import encoded
 from rlplane.service.framing import LONGEST, Inbox, message
+from rlplane.service.parts import in_parts
 
 __all__ = ["AsyncChannel", "AsyncConnection", "SocketChannel"]
 
@@ -263,7 +264,8 @@ class AsyncConnection:
         """Give back what a request was given whose caller has gone. What it has written stays."""
         match answer:
             case wire.Claimed(ids) if ids and isinstance(request, wire.ClaimRequest):
-                self.post(wire.Unclaim(request.partition_id, request.task, ids))
+                for part in reversed(in_parts(ids)):  # each goes to the front of the queue
+                    self.post(wire.Unclaim(request.partition_id, request.task, part))
             case wire.Reserved(place):
                 self.post(wire.Unreserve(place.number))
             case wire.Located(lease) | wire.Frozen(lease):

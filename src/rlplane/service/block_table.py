@@ -39,11 +39,11 @@ class BlockTable:
         self._newest_place = -1
         # Places that a client may hold a lease on which has not come back yet, after a recovery.
         self._kept: set[int] = set()
-        self._next_block = 0
+        self.next_number = 0  # of a block: those from here on are still to come
 
     def new_number(self) -> int:
         """A number for a block."""
-        number, self._next_block = self._next_block, self._next_block + 1
+        number, self.next_number = self.next_number, self.next_number + 1
         return number
 
     def add(
@@ -51,13 +51,13 @@ class BlockTable:
     ) -> dict[str, int]:
         """The blocks of a write are in a place, one behind the other; return their numbers."""
         added = {}
-        start, number = 0, self._next_block
+        start, number = 0, self.next_number
         for field, layout, size in zip(fields, layouts, sizes, strict=True):
             added[field] = number
             self.blocks[number] = (place.number, start, layout)
             start += size
             number += 1
-        self._next_block = number
+        self.next_number = number
         self.put_in(place, len(added))
         return added
 

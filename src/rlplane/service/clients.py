@@ -4,8 +4,9 @@ holds."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplane.service import protocol as wire
 from rlplane.storage.places import Place
@@ -13,7 +14,7 @@ from rlplane.storage.places import Place
 if TYPE_CHECKING:
     from rlplane.service.checkpoints import Loading
 
-__all__ = ["Client", "Granted", "PendingRequest"]
+__all__ = ["Client", "Granted", "NamedSamples", "PendingRequest"]
 
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
@@ -32,9 +33,13 @@ class PendingRequest:
     parked: float | None = None  # since when it waits for others, if it had to
 
 
-Granted = Place | int | tuple[str, str, list[str]]
+Granted = Place | int | tuple[str, str, Sequence[str]]
 """What a request was given that has to be undone if nobody reads the answer: a place, a lease, or a claim
 (partition, task, ids)."""
+
+
+NamedSamples = tuple[list[str], list[dict[str, Any]] | None]
+"""The ids and the tags of samples."""
 
 
 class Client:
@@ -53,6 +58,8 @@ class Client:
         self.answers: dict[int, wire.Answer] = {}
         # Checkpoints that it is loading, by a number of its own.
         self.loading: dict[int, Loading] = {}
+        # Samples of requests that are still to come, by a number of its own too.
+        self.named: dict[int, NamedSamples] = {}
 
     @property
     def places(self) -> list[Place]:

@@ -11,6 +11,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commit_checks import check_turns, checked_sizes
 from rlplane.service.long_work import LongWork, StalePlaceError
+from rlplane.service.naming import take_names
 from rlplane.storage.keyed import lost_chunks
 from rlplane.storage.places import Place
 
@@ -28,6 +29,8 @@ class StaleSpecError(DataPlaneError):
 
 def commit(service: ControlService, request: PendingRequest, held: Client, body: wire.Commit) -> None:
     """A client has filled a place: make what is in it part of the state, or let it wait for room."""
+    if body.named is not None:
+        take_names(held, body)
     place = _committed_place(service, held, body)
     blocks: dict[str, int] = {}
     try:

@@ -21,7 +21,7 @@ from rlplane.errors import (
     PlaneConnectionError,
 )
 from rlplane.service import protocol as wire
-from rlplane.service.block_table import Block, BlockTable
+from rlplane.service.block_table import BlockTable
 from rlplane.service.checkpoints import Checkpoints
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commits import commit
@@ -39,8 +39,9 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import ClearWork, LongWork, LossWork
-from rlplane.service.questions import answer_question
+from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
+from rlplane.service.naming import note_names, take_names
+from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall, look_ahead
 from rlplane.storage.places import Loss, Place, StorageHost
@@ -257,20 +258,18 @@ class ControlService:
                 return None
             case wire.Locate():
                 return self._locate(request, held, body)
-            case wire.Clear(partition_id, ids):
-                if ids is None:
+            case wire.Clear(partition_id):
+                take_names(held, body)
+                if body.ids is None:
                     clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:
-                    clearing = self.state.begin_clear(partition_id, ids)
+                    clearing = self.state.begin_clear(partition_id, body.ids)
                 self.begin(ClearWork(request, [clearing]))
                 return None
-            case wire.Unclaim(partition_id, task, ids, is_finished):
-                self.state.partition(partition_id).task(task)
-                if is_finished:
-                    self.state.finish_claims(partition_id, task, ids, request.client)
-                else:
-                    self.carry_out(self.state.unclaim(partition_id, task, ids, request.client))
-                return wire.Done()
+            case wire.Unclaim(partition_id, task, ids, done):
+                ending = self.state.begin_unclaim(partition_id, task, ids, request.client, is_finished=done)
+                self.begin(UnclaimWork([request], ending))
+                return None
             case wire.DropPartition(partition_id):
                 clearing, effects = self.state.begin_drop(partition_id)
                 self.carry_out(effects)
@@ -307,8 +306,7 @@ class ControlService:
                 self.carry_out(self.state.finish(partition_id))
                 return wire.Done()
             case wire.Evicted(partition_id, limit):
-                told = self.state.evicted(partition_id, limit)
-                return wire.Claimed(told.ids, told.tags)
+                return claimed(self.state.evicted(partition_id, limit))
             case wire.Freeze():
                 self.checkpoints.freeze(request, held)
                 return None
@@ -323,6 +321,8 @@ class ControlService:
             case wire.Unload(load):
                 held.loading.pop(load, None)
                 return wire.Done()
+            case wire.Naming() | wire.Unname():
+                return note_names(held, body)
             case wire.Withdraw(numbers):
                 self.withdraw(request.client, numbers)
                 return wire.Done()
@@ -446,7 +446,7 @@ class ControlService:
         held = self.clients.get(request.client)
         if held is not None and request.claim is not None:
             held.grant(request, (*request.claim, batch.ids))
-        return wire.Claimed(batch.ids, batch.tags)
+        return claimed(batch)
 
     def abandon(self, client: int, number: int) -> None:
         """Whoever made this request was interrupted: it will not read the answer. Undo what it was given."""
@@ -474,12 +474,13 @@ class ControlService:
                     self.storage.free(what)
             elif isinstance(what, int):
                 self.drop_lease(held, what)
-            elif what[0] in self.state.partitions:
-                self.carry_out(self.state.unclaim(*what, client))
+            elif what[0] in self.state.partitions and what[1] in self.state.partition(what[0]).tasks:
+                self.begin(UnclaimWork([], self.state.begin_unclaim(*what, client)))
         self.retry_reservations()
 
     def _drop_abandoned(self, held: Client, body: wire.Request) -> None:
-        """The place of a commit that will not be made."""
+        """The place of a commit that will not be made, and the names of its samples."""
+        held.named.pop(getattr(body, "named", None) or 0, None)
         if isinstance(body, wire.Commit) and body.place is not None:
             place = held.pop_reserved(body.place)
             if place is not None:
@@ -518,18 +519,14 @@ class ControlService:
             field, numbers = field_rows(pieces)
             rows.append(field)
             used.update(dict.fromkeys(numbers))
-        lease, places, located = self._lease(held, list(used))
+        places, located = self.table.lease(used)
+        lease = self.new_lease(held, [place.number for place in places])
         held.grant(request, lease)
         partition = self.state.partition(body.partition_id)
         paths = None
         if not partition.columns.keys() >= set(body.fields):
             paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
-        return wire.Located(lease, places, located, rows, paths)
-
-    def _lease(self, held: Client, numbers: list[int]) -> tuple[int, list[Place], dict[int, Block]]:
-        """Keep the places of blocks from being recycled until the client drops them."""
-        places, located = self.table.lease(numbers)
-        return self.new_lease(held, [place.number for place in places]), places, located
+        return wire.Located(lease, places, located, rows, paths, self.table.next_number)
 
     def new_lease(self, held: Client, places: list[int]) -> int:
         """A number for a lease on these places."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from rlplane.control.snapshots import SampleColumn
 from rlplane.service import protocol as wire
 from rlplane.service.framing import LONGEST, begun_message, ended_message
 
 __all__ = ["LongAnswer", "is_long_answer"]
 
+_COLUMNS = (list, SampleColumn)
 _MANY = 65_536  # samples, whose names are encoded within a few milliseconds
 _AT_ONCE = 32_768  # fewer than 2**16, so that the size of an encoded slice's header is known
 
@@ -19,7 +21,7 @@ def is_long_answer(answer: wire.Answer) -> bool:
     """Whether to encode an answer at once would take so long that others notice."""
     if type(answer) is wire.Claimed:
         return len(answer.ids) > _MANY
-    return type(answer) is wire.Done and type(answer.value) is list and len(answer.value) > _MANY
+    return type(answer) is wire.Done and isinstance(answer.value, _COLUMNS) and len(answer.value) > _MANY
 
 
 class LongAnswer:
@@ -36,7 +38,7 @@ class LongAnswer:
     def encode_some(self) -> bool:
         """Go on; True when nothing is left to do but :meth:`message`."""
         field = self._fields[0]
-        if not isinstance(field, list):
+        if not isinstance(field, _COLUMNS):
             self._message += wire.encode(field)
             del self._fields[0]
             return not self._fields

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rlplane.control.clearing import Clearing
 from rlplane.control.losing import Losing
 from rlplane.control.requests import Effects, LostRows
+from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import DataPlaneError
 from rlplane.service.clients import PendingRequest
 from rlplane.service.lost_rows import lost_rows
@@ -21,7 +22,7 @@ from rlplane.storage.places import Loss
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["ClearWork", "LongWork", "LossWork", "StalePlaceError"]
+__all__ = ["ClearWork", "LongWork", "LossWork", "StalePlaceError", "UnclaimWork"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,19 @@ class ClearWork(LongWork):
                 self.count += clearing.count
                 del self._clearings[0]
         return not self._clearings
+
+
+class UnclaimWork(LongWork):
+    """Claims that end."""
+
+    def __init__(self, requests: Iterable[PendingRequest], unclaiming: Unclaiming) -> None:
+        super().__init__(requests)
+        self._unclaiming = unclaiming
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        service.state.unclaim_some(self._unclaiming, effects)
+        return self._unclaiming.is_over
 
 
 class LossWork(LongWork):

@@ -17,6 +17,7 @@ import msgspec
 
 from rlplane import errors
 from rlplane.control.rules import PartitionSpec
+from rlplane.control.snapshots import SampleColumn
 from rlplane.storage.places import FieldRows, Layout, Located, Loss, Place
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Located",
     "Lost",
     "MarkClaimed",
+    "Naming",
     "Peek",
     "Register",
     "Release",
@@ -68,6 +70,7 @@ __all__ = [
     "Status",
     "Unclaim",
     "Unload",
+    "Unname",
     "Unreserve",
     "Welcome",
     "Withdraw",
@@ -80,7 +83,7 @@ __all__ = [
     "notice_decoder",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 # How a connection begins
 
@@ -155,6 +158,7 @@ class Reserve(_Request):
     # Which samples the room is for: those that exist come first. None: it is for a checkpoint.
     partition_id: str | None = None
     ids: list[str] = []
+    named: int | None = None
 
 
 class Unreserve(_Request):
@@ -177,6 +181,23 @@ class Commit(_Request):
     must_exist: bool = False
     appends: bool = False  # a turn, behind what the rows have
     finishes: bool = True
+    named: int | None = None  # its ids and tags have come before, with :class:`Naming`
+
+
+class Naming(_Request):
+    """Some of the samples of a request that is still to come and says ``named``, with their tags: to read the
+    names of very many at once would hold up others. Nobody sees anything of it before."""
+
+    named: int  # chosen by the client
+    at: int  # how many have come before
+    ids: list[str]
+    tags: list[dict[str, Any]] | None = None
+
+
+class Unname(_Request):
+    """The request whose samples were named will not come."""
+
+    named: int
 
 
 class ClaimRequest(_Request):
@@ -259,6 +280,7 @@ class Lost(_Request):
 class Clear(_Request):
     partition_id: str
     ids: list[str] | None
+    named: int | None = None
 
 
 class Unclaim(_Request):
@@ -395,6 +417,8 @@ Request = (
     | MarkClaimed
     | Inspect
     | Lost
+    | Naming
+    | Unname
 )
 
 
@@ -417,6 +441,8 @@ CHANGES: frozenset[type[Request]] = frozenset(
         Evicted,
         Withdraw,
         MarkClaimed,
+        Naming,
+        Unname,
     }
 )
 """The kinds of request that change something. The others can be made twice without harm."""
@@ -478,13 +504,21 @@ class Frozen(_Answer):
 
 Answer = Failure | Done | Described | Reserved | Claimed | Located | Frozen | Welcome
 
+
+def _plain(value: Any) -> Any:
+    """What is not read yet of the columns of very many samples."""
+    if isinstance(value, SampleColumn):
+        return value[:]
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
 hello_decoder = msgspec.msgpack.Decoder(Hello)
 notice_decoder: msgspec.msgpack.Decoder[Release | Abandon | Goodbye] = msgspec.msgpack.Decoder(
     Release | Abandon | Goodbye
 )
 envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 class FrozenBlocks(msgspec.Struct, array_like=True):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.partition import Partition
+from rlplane.control.requests import Batch
 from rlplane.errors import InvalidRequestError
 from rlplane.service import protocol as wire
 
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["answer_question", "status_of"]
+__all__ = ["answer_question", "claimed", "status_of"]
 
 
 def answer_question(service: ControlService, body: wire.Request) -> wire.Answer:
@@ -40,14 +41,18 @@ def answer_question(service: ControlService, body: wire.Request) -> wire.Answer:
         case wire.ListIds(partition_id):
             return wire.Done(state.partition(partition_id).names())
         case wire.Peek(partition_id, where, fields, limit, order):
-            batch = state.peek(partition_id, where, fields, limit, order)
-            return wire.Claimed(batch.ids, batch.tags)
+            return claimed(state.peek(partition_id, where, fields, limit, order))
         case wire.ShouldAbort(partition_id, ids):
             return wire.Done(state.partition(partition_id).flow_control.should_abort(ids))
         case wire.Count(partition_id, where):
             return wire.Done(state.count(partition_id, where))
         case _:
             raise InvalidRequestError(f"the service does not serve {type(body).__name__} here")
+
+
+def claimed(batch: Batch) -> wire.Claimed:
+    """The answer with a batch, whose columns may have to be read some at a time."""
+    return wire.Claimed(cast("list[str]", batch.ids), cast("list[dict[str, Any]]", batch.tags))
 
 
 def status_of(service: ControlService) -> dict[str, Any]:

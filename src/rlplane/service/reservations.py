@@ -13,6 +13,7 @@ from rlplane.errors import CapacityError
 from rlplane.service import protocol as wire
 from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
 from rlplane.service.clients import Client, PendingRequest
+from rlplane.service.naming import names_of
 from rlplane.storage.places import Place
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Reservations:
             raise CapacityError(
                 f"a put of {body.nbytes:,} bytes can never fit into global_segment_size {limit:,}"
             )
-        wanted = WaitingReservation(request, body.nbytes, body.partition_id, body.ids)
+        wanted = WaitingReservation(request, body.nbytes, body.partition_id, names_of(held, body))
         place = None if self.waiting else self._allocate(wanted)
         if place is None:
             self.waiting.append(wanted, self._service.now)

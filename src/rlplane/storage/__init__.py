@@ -3,6 +3,7 @@
     places.py          Layout, Place, and the two halves of a storage: StorageHost and StorageClient
     layout.py          tensors, nested tensors, objects, trees, enums as bytes: the only place that knows
     assembly.py        bytes as tensors again: rows of many blocks become the columns of one read
+    joining.py         several answers to one read, as if they had been one
     trees.py           rows with tensors in them: what refers to bytes, and reading one leaf of it
     sums.py            checksums of rows, for readers that verify what they read
     objects.py         Python objects and tags as msgpack, without pickle unless it is allowed

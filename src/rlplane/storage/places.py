@@ -123,6 +123,7 @@ class Located(msgspec.Struct, array_like=True, tag=True):
     blocks: dict[int, tuple[int, int, Layout]]  # number -> (index into places, start in the place, layout)
     rows: list[FieldRows]
     paths: list[str] | None = None  # for each field, which leaf of its trees is read; empty for all of them
+    next_block: int = 0  # blocks from this number on were written after this answer
 
 
 class Loss(msgspec.Struct, array_like=True, frozen=True):

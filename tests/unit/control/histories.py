@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.unit.control import at_once
+
 from rlplane.control.requests import Batch, Claim
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
@@ -28,13 +30,13 @@ class History:
         claim = Claim("p", "t", fields, size, order=order, max_uses=max_uses, owner=OWNER, **how)
         ((_, batch), *_) = self.state.claim(claim, blocking=False).answers
         assert isinstance(batch, Batch)
-        return batch.ids
+        return list(batch.ids)
 
     def unclaim(self, ids: list[str]) -> None:
-        self.state.unclaim("p", "t", ids, OWNER)
+        at_once.unclaim(self.state, "p", "t", ids, OWNER)
 
     def clear(self, ids: list[str]) -> None:
-        self.state.clear("p", ids)
+        at_once.clear(self.state, "p", ids)
 
 
 def tag_values(ids: list[str], tags: list[int] | None) -> list[dict[str, Any]] | None:

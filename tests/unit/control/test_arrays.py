@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.control import at_once
 
 from rlplane.control.arrays import filled, grown
 from rlplane.control.requests import Put
@@ -58,7 +59,7 @@ def test_rows_are_never_given_out_twice_however_the_table_grows(steps: list[tupl
             state.put(Put("p", ids, {"x": number}, [{"id": each} for each in ids]))
             live += ids
         else:
-            state.clear("p", live[:count])
+            at_once.clear(state, "p", live[:count])
             del live[:count]
         rows = [table.rows[each] for each in live]
         assert len(set(rows)) == len(rows) and all(row < table.size for row in rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.control import at_once
+
 from rlplane.control.dump import dump_state
 from rlplane.control.loading import BlockSize, restore_state
 from rlplane.control.requests import Batch, Claim, Put
@@ -28,7 +30,7 @@ def claimed(state: ControlState, size: int = 3, task: str = "train") -> list[str
     effects = state.claim(Claim("p", task, ["x"], size), blocking=False)
     (_, batch), *_ = effects.answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def test_extending_a_partition_keeps_what_it_has_and_adds_what_it_lacks() -> None:
@@ -101,14 +103,14 @@ def test_inspecting_tells_numbers_tags_fields_and_cursors_of_what_is_there() -> 
 
 def test_samples_are_found_by_their_numbers_in_the_order_asked() -> None:
     state = state_with_samples()
-    state.clear("p", ["b"])
+    at_once.clear(state, "p", ["b"])
     partition = state.partition("p")
     assert partition.inspect(partition.table.rows_numbered([2, 1, 0, 3, -1, 1 << 70]))["ids"] == ["c", "a"]
 
 
 def test_the_numbers_of_samples_survive_a_checkpoint() -> None:
     state = state_with_samples()
-    state.clear("p", ["a"])
+    at_once.clear(state, "p", ["a"])
     restored = restore_state(dump_state(state), {1: 7}, {1: BlockSize(64, 3)}, None)
     restored.put(Put("p", ["d"], {"x": 8}))
     partition = restored.partition("p")

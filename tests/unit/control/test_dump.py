@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.control import at_once
 
 from rlplane.control.dump import SCHEMA_VERSION, block_names, dump_state
 from rlplane.control.loading import BlockSize, restore_state
@@ -55,7 +56,7 @@ def build(steps: list[Any], group_size: int | None) -> ControlState:
                 size *= state.partition(name).spec.group_size or 1
                 state.claim(Claim(name, task, known, size, owner=owner), blocking=False)
             elif kind == "clear":
-                state.clear(name, arguments[0])
+                at_once.clear(state, name, arguments[0])
             else:
                 state.register(PartitionSpec.checked(name, ["x", "y"], arguments[0], TASKS, arguments[1]))
     return state
@@ -76,7 +77,7 @@ def reloaded(state: ControlState, **options: Any) -> ControlState:
 def claim(state: ControlState, claim: Claim, *, blocking: bool) -> list[str]:
     ((_, batch),) = state.claim(claim, blocking=blocking).answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def remaining(state: ControlState, name: str, task: str, fields: list[str]) -> list[str]:
@@ -155,7 +156,7 @@ def test_a_loaded_state_frees_every_block_when_it_is_cleared(
     loaded = reloaded(state)
     freed: list[int] = []
     for name in loaded.partitions:
-        freed += loaded.clear(name, None)[1].freed
+        freed += at_once.clear(loaded, name, None)[1].freed
         assert loaded.partition(name).nbytes == 0
     assert sorted(freed) == sorted(number + OFFSET for number in state.blocks())
     assert loaded.live == 0 and not loaded.blocks()
@@ -323,5 +324,5 @@ def test_altered_bytes_are_refused_or_harmless_and_never_anything_else(data: st.
         return
     for name in loaded.partitions:
         loaded.partition(name).status(0.0)
-        loaded.clear(name, None)
+        at_once.clear(loaded, name, None)
     assert loaded.live == 0

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.unit.control import at_once
 
 from rlplane.control.dump import dump_state
 from rlplane.control.loading import BlockSize, restore_state
@@ -38,7 +39,7 @@ def claim(
     request = Claim("p", task, fields or ["x"], size, owner=owner, token="now", **how)
     ((_, batch),) = state.claim(request, blocking=False).answers
     assert isinstance(batch, Batch)
-    return batch.ids
+    return list(batch.ids)
 
 
 def test_a_look_keeps_an_index_of_the_tag_that_follows_writes_and_clears() -> None:
@@ -48,7 +49,7 @@ def test_a_look_keeps_an_index_of_the_tag_that_follows_writes_and_clears() -> No
     write(state, "bd", tags=[{"v": 1}, {"v": True}])
     assert state.peek("p", {"v": 1}).ids == ["a", "b", "d"]
     assert state.peek("p", {"v": [1]}).ids == ["c"]
-    state.clear("p", ["a"])
+    at_once.clear(state, "p", ["a"])
     write(state, "c", tags=[{"v": 1}])
     assert state.peek("p", {"v": {"<=": 1}}).ids == ["b", "c", "d"]
     index = state.partition("p").looking.indexes["v"]
@@ -61,7 +62,7 @@ def test_a_look_keeps_an_index_of_the_tag_that_follows_writes_and_clears() -> No
 def test_a_late_write_is_refused_as_a_whole() -> None:
     state = plane()
     write(state, "ab", "x")
-    state.clear("p", ["a"])
+    at_once.clear(state, "p", ["a"])
     with pytest.raises(MissingDataError, match=r"'a' any more \(1 of 2 samples"):
         write(state, "ab", "y", must_exist=True)
     assert claim(state, 9, "y") == [] and "a" not in state.partition("p").rows
@@ -126,11 +127,11 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
     write(state, "b", "x", token="waits")
     old = Put("p", ["a"], {}, [{"weight_version": 0}], token="old")
     if how == "a write":
-        assert not state.unclaim("p", "train", ["a"], 1).answers
+        assert not at_once.unclaim(state, "p", "train", ["a"], 1).answers
         answers = state.put(old).answers
     else:
         state.put(old)
-        answers = state.unclaim("p", "train", ["a"], 1).answers
+        answers = at_once.unclaim(state, "p", "train", ["a"], 1).answers
     assert ("waits", None) in answers and state.live == 1
 
 
@@ -168,8 +169,8 @@ def test_a_group_that_comes_back_in_two_parts_is_handed_out_whole() -> None:
     state = plane(group_size=2)
     write(state, ["a_g0", "a_g1"], "x")
     assert claim(state, 2, owner=1) == ["a_g0", "a_g1"]
-    state.unclaim("p", "t", ["a_g0"], 1)
-    state.unclaim("p", "t", ["a_g1"], 1)
+    at_once.unclaim(state, "p", "t", ["a_g0"], 1)
+    at_once.unclaim(state, "p", "t", ["a_g1"], 1)
     assert claim(state, 2) == ["a_g1", "a_g0"]
 
 
@@ -200,7 +201,7 @@ def test_a_dump_keeps_the_policy_and_all_that_it_counts(kind: str) -> None:
     write(state, "abcdef", "x", tags=versions(0, 1, 0, 1, 2, 2))
     claim(state, 4, task="rollout", owner=1)
     claim(state, 1, task="train", owner=2)
-    state.clear("p", ["b"])
+    at_once.clear(state, "p", ["b"])
     state.advance("p", 2)
     back = saved_and_loaded(state)
     before, after = state.partition("p"), back.partition("p")
@@ -243,7 +244,7 @@ def test_an_ordered_queue_keeps_its_order_and_its_count(order: str, group_size: 
         some = random.choice(list(partition.rows))
         write(state, [some], tags=[{"v": random.randrange(9)}])
         if random.random() < 0.5:
-            state.clear("p", [random.choice(list(partition.rows))])
+            at_once.clear(state, "p", [random.choice(list(partition.rows))])
         if random.random() < 0.5:
             queue = partition.cursors.queue(partition.tasks["t"], Claim("p", "t", ["x"], 2, order=order))
             units = [partition.ids[rows].tolist() for rows in queue.units(None)]
@@ -252,7 +253,7 @@ def test_an_ordered_queue_keeps_its_order_and_its_count(order: str, group_size: 
             assert len(units) * (group_size or 1) == queue.ready
             taken = claim(state, 2, order=order)
             assert taken == [i for unit in units for i in unit][:2]
-            state.clear("p", taken[:1])
+            at_once.clear(state, "p", taken[:1])
 
 
 # Groups that end short
@@ -294,8 +295,8 @@ def test_a_member_that_was_given_back_is_handed_out_when_its_group_is_closed_wit
     write(state, ids, "x")
     assert claim(state, 3, owner=1) == ids
     write(state, ids[:2], "y")
-    state.finish_claims("p", "t", ["a_g0"], 1)
-    state.unclaim("p", "t", ids, 1)
+    at_once.finish_claims(state, "p", "t", ["a_g0"], 1)
+    at_once.unclaim(state, "p", "t", ids, 1)
     assert state.close_group("p", "a", "failed")[0] == 2
     assert claim(state, 3) == ["a_g1"]
 
@@ -343,7 +344,7 @@ def test_a_closed_group_keeps_its_size_in_a_dump() -> None:
     state.close_group("p", "a", "cancelled")
     back = saved_and_loaded(state)
     assert claim(back, 4, "y", task="train") == GROUP[:3]
-    back.clear("p", None)
+    at_once.clear(back, "p", None)
     write(back, GROUP, "y")
     assert claim(back, 4, "y", task="train") == GROUP  # a new group of that name is of the usual size
 
@@ -385,7 +386,7 @@ def test_a_dead_rank_gives_nothing_back_and_a_load_keeps_the_parts() -> None:
 def test_a_step_that_is_over_stays_over_after_a_load() -> None:
     state = plane()
     write(state, "abcd", "x")
-    state.clear("p", [*ids_of(part(state, 0, "1", size=2)), *ids_of(part(state, 1, "1", size=2))])
+    at_once.clear(state, "p", [*ids_of(part(state, 0, "1", size=2)), *ids_of(part(state, 1, "1", size=2))])
     for which in (state, saved_and_loaded(state)):
         ((_, error),) = part(which, 0, "1", size=2)
         assert isinstance(error, StepOverError) and claim(which, 9) == ["c", "d"]
@@ -395,12 +396,12 @@ def test_a_part_is_over_when_its_samples_are_cleared_also_after_a_load() -> None
     state = plane()
     write(state, "abcdef", "x")
     mine, other = ids_of(part(state, 0, "1")), ids_of(part(state, 1, "1"))
-    state.clear("p", [*mine, other[0]])
+    at_once.clear(state, "p", [*mine, other[0]])
     for which in (state, saved_and_loaded(state)):
         ((_, error),) = part(which, 0, "1")
         assert isinstance(error, StepOverError)
         assert ids_of(part(which, 1, "1")) == other  # until the last of it is gone
-        which.clear("p", other)
+        at_once.clear(which, "p", other)
         ((_, error),) = part(which, 1, "1")
         assert isinstance(error, StepOverError) and not which.partition("p").claims.steps
 
@@ -453,7 +454,7 @@ def test_steps_in_order_neither_end_early_nor_short_when_the_flow_is_finished() 
     assert len(write(state, "a", "y")) == 1  # the other prompt of the step is still to be admitted
     assert claim(state, 9, task="rollout") == ["b"]
     assert [ids.ids for token, ids in write(state, "b", "y") if token == "w"] == [["a", "b"]]
-    state.clear("p", ["a", "b"])
+    at_once.clear(state, "p", ["a", "b"])
     state.advance("p", 1)
     assert claim(state, 9, task="rollout") == ["c"]
     write(state, "c", "y")
@@ -465,7 +466,7 @@ def test_a_prompt_that_failed_does_not_hold_up_the_next_step_when_no_other_can_t
     state = flow("in_order", max_staleness=1, batch=2)
     write(state, "abcd", "x")
     assert claim(state, 9, task="rollout") == list("abcd")
-    state.clear("p", ["a"])
+    at_once.clear(state, "p", ["a"])
     write(state, "bcd", "y")
     assert claim(state, 9, "y", task="train") == ["b"]
     assert claim(state, 9, "y", task="train") == ["c", "d"]
@@ -525,7 +526,7 @@ def test_the_end_waits_for_a_group_whose_time_is_not_over() -> None:
     waits(state, "train", 2, "x")
     assert got(state.expire(5.0).answers) == [["a_g0"]]
     write(state, ["b_g0"], "x", clock=6.0)
-    state.clear("p", ["b_g0"])
+    at_once.clear(state, "p", ["b_g0"])
     assert ids_of(state.claim(Claim("p", "train", ["x"], 2), blocking=True).answers) == []
 
 

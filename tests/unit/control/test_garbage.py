@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from tests.unit.control import at_once
 
 from rlplane.control.requests import Claim, Put
 from rlplane.control.rules import PartitionSpec
@@ -43,7 +44,7 @@ def test_a_dropped_partition_has_no_cycles(group_size: int | None, no_collector:
     parts = [partition, partition.table, partition.cursors, partition.looking, partition.claims]
     left = [weakref.ref(part) for part in parts]
     del partition, parts, long
-    state.drop("p")
+    at_once.drop(state, "p")
     assert [part() for part in left] == [None] * len(left)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.control import at_once
 from tests.unit.control.histories import OWNER, History, tag_values
 
 from rlplane.control import staging
@@ -136,7 +137,7 @@ def test_one_that_must_exist_is_refused_if_a_sample_goes_while_it_is_made_ready(
     state.register(PartitionSpec.checked("p", ["x", "y"], 0, ["t"]))
     state.put(Put("p", ["a", "b", "c"], {"x": 1}))
     put = staged(state, Put("p", ["a", "b", "c"], {"y": 2}, must_exist=True))
-    state.clear("p", ["b"])
+    at_once.clear(state, "p", ["b"])
     with pytest.raises(MissingDataError, match="'b'"):
         state.put(put)
 
@@ -151,10 +152,10 @@ def test_one_that_waits_for_room_is_written_when_there_is_some_and_undone_when_i
     assert state.partition("p").names() == ["a", "b"] and state.count("p", {"v": 1}) == 0
     effects = state.give_up("second")
     assert isinstance(effects.answers[0][1], DataPlaneError) and effects.freed == [3]
-    _, effects = state.clear("p", ["a"])
+    _, effects = at_once.clear(state, "p", ["a"])
     assert effects.answers == [("first", None)]
     assert state.partition("p").names() == ["b", "c", "d", "e"] and state.count("p", {"v": 1}) == 3
     # The rows of the one that gave up are used again.
-    state.clear("p", None)
+    at_once.clear(state, "p", None)
     state.put(Put("p", ["i", "j", "k", "l"], {"x": 4}))
     assert state.partition("p").table.size == 64 and state.partition("p").table._unused <= 8

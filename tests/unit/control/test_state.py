@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.control import at_once
 from tests.unit.control.plane_model import PlaneModel, plain
 
 from rlplane.control.requests import Batch, Claim, Effects, Put
@@ -147,14 +148,14 @@ class ControlStateMachine(RuleBasedStateMachine):
 
     @rule(partition_id=partition_ids, ids=some_ids)
     def clear(self, partition_id: str, ids: list[str]) -> None:
-        self._both(lambda plane: plane.clear(partition_id, ids))
+        self._both(lambda plane: _clear(plane, partition_id, ids))
 
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def unclaim(self, data: st.DataObject) -> None:
         batch = data.draw(st.sampled_from(self.batches))
         self.batches.remove(batch)
-        self._both(lambda plane: plane.unclaim(*batch))
+        self._both(lambda plane: _unclaim(plane, *batch))
 
     @rule(owner=owners)
     def lose_a_client(self, owner: int) -> None:
@@ -175,10 +176,10 @@ class ControlStateMachine(RuleBasedStateMachine):
                 data.draw(st.sampled_from([None, None, 1, 2, 3])),
             )
         elif kind == "clear all":
-            self._both(lambda plane: plane.clear(name, None))
+            self._both(lambda plane: _clear(plane, name, None))
         elif kind == "clear one's own":
             owner = data.draw(owners)
-            self._both(lambda plane: plane.clear_written_by(name, owner))
+            self._both(lambda plane: _clear_written_by(plane, name, owner))
         else:
             error, whose = PlaneConnectionError("over"), data.draw(st.none() | owners)
             self._both(lambda plane: plane.abort(error, whose))
@@ -251,6 +252,28 @@ class ControlStateMachine(RuleBasedStateMachine):
         assert set(effects.freed) == self.model.freed()
 
 
+def _clear(plane: ControlState | PlaneModel, partition_id: str, ids: list[str] | None) -> Any:
+    if isinstance(plane, ControlState):
+        return at_once.clear(plane, partition_id, ids)
+    return plane.clear(partition_id, ids)
+
+
+def _clear_written_by(plane: ControlState | PlaneModel, partition_id: str, owner: int) -> Any:
+    if isinstance(plane, ControlState):
+        return at_once.clear_written_by(plane, partition_id, owner)
+    return plane.clear_written_by(partition_id, owner)
+
+
+def _unclaim(
+    plane: ControlState | PlaneModel, partition_id: str, task: str, ids: list[str], owner: int
+) -> Any:
+    if not isinstance(plane, ControlState):
+        return plane.unclaim(partition_id, task, ids, owner)
+    if task not in plane.partition(partition_id).tasks:
+        return Effects()  # nothing is asked of a task that a new registration has removed
+    return at_once.unclaim(plane, partition_id, task, ids, owner)
+
+
 def picture(value: Any, seen: set[int] | None = None) -> Any:
     """A value with everything that it refers to, each object once, as something that compares by content."""
     seen = set() if seen is None else seen
@@ -311,7 +334,7 @@ def claimed(state: ControlState, size: int, *fields: str, **more: Any) -> list[s
 
 
 def clear(state: ControlState, *ids: str) -> list[tuple[Any, Any]]:
-    count, effects = state.clear("p", list(ids))
+    count, effects = at_once.clear(state, "p", list(ids))
     assert count == len(ids)
     return answered(effects)
 
@@ -397,10 +420,10 @@ def test_what_more_than_64_clients_wrote_is_kept_apart() -> None:
     state = plane()
     for owner in range(200):
         write(state, [f"s{owner}", f"s{(owner + 1) % 200}"], "x", owner=owner)
-    assert state.clear_written_by("p", 130)[0] == 2
-    assert state.clear_written_by("p", 63)[0] == 2
-    assert state.clear_written_by("p", 64)[0] == 1  # s64 went with 63
-    assert state.clear_written_by("p", 130)[0] == 0
+    assert at_once.clear_written_by(state, "p", 130)[0] == 2
+    assert at_once.clear_written_by(state, "p", 63)[0] == 2
+    assert at_once.clear_written_by(state, "p", 64)[0] == 1  # s64 went with 63
+    assert at_once.clear_written_by(state, "p", 130)[0] == 0
     assert len(state.partition("p").rows) == 195
 
 
@@ -411,10 +434,10 @@ def test_a_dead_clients_place_among_the_writers_is_free_and_clean_for_another() 
     state.release_owner(66)
     write(state, ["new"], "x", owner=1000)
     assert len(state.partition("p").table._written_bits) == 2
-    assert state.clear_written_by("p", 1000)[0] == 1
+    assert at_once.clear_written_by(state, "p", 1000)[0] == 1
     assert "s66" in state.partition("p").rows
     # A client that is not known to have written here clears everything.
-    assert state.clear_written_by("p", 66)[0] == 70
+    assert at_once.clear_written_by(state, "p", 66)[0] == 70
 
 
 def test_many_samples_and_reused_rows_keep_their_places() -> None:
@@ -424,12 +447,12 @@ def test_many_samples_and_reused_rows_keep_their_places() -> None:
         ids = [f"s{step}-{place}" for place in range(50)]
         write(state, ids, "x", owner=step)
         if step % 3 == 0:
-            state.clear("p", ids[::2])
+            at_once.clear(state, "p", ids[::2])
     live = list(state.partition("p").rows)
     assert len(live) == 1500 - 250
     assert claimed(state, 2000, "x") == live
     assert claimed(state, 2000, "x") == []
-    assert state.clear_written_by("p", 29)[0] == 50
+    assert at_once.clear_written_by(state, "p", 29)[0] == 50
     blocks, positions, _ = state.locate("p", ["s1-49", "s3-1", "s1-0"], ["x"])["x"]
     assert positions.tolist() == [49, 1, 0] and blocks[0] == blocks[2] != blocks[1]
 
@@ -605,7 +628,7 @@ def test_a_tail_is_handed_out_once_all_that_remain_are_ready() -> None:
 def test_what_does_not_exist_is_named() -> None:
     state = plane()
     with pytest.raises(UnknownPartitionError, match="'nope' is not registered; registered are: 'p'"):
-        state.clear("nope", None)
+        at_once.clear(state, "nope", None)
     with pytest.raises(UnknownPartitionError, match="none yet"):
         ControlState().locate("p", [], [])
     with pytest.raises(UnknownTaskError, match=r"no task 'nope'; it has \['t'\]"):
@@ -632,9 +655,9 @@ def test_requests_that_are_refused_change_nothing_and_are_answered_by_the_error_
         lambda: state.claim(Claim("p", "t", ["x"], 3, token="claim"), blocking=True),
         lambda: state.claim(Claim("p", "t", ["z"], 2, token="claim"), blocking=True),
         lambda: state.claim(Claim("p", "nobody", ["x"], 2, token="claim"), blocking=True),
-        lambda: state.clear("q", None),
-        lambda: state.clear_written_by("q", 0),
-        lambda: state.unclaim("q", "t", ["a_g0"], 0),
+        lambda: at_once.clear(state, "q", None),
+        lambda: at_once.clear_written_by(state, "q", 0),
+        lambda: at_once.unclaim(state, "q", "t", ["a_g0"], 0),
     ]
     for request in refused:
         with pytest.raises(DataPlaneError):
@@ -662,7 +685,7 @@ def test_a_dropped_partition_frees_its_blocks_and_refuses_who_waits_for_it() -> 
     state.put(Put("p", ["c"], {"x": 2}, token="for the dropped one"))
     state.put(Put("q", ["d"], {"x": 3}, token="for another"))
     state.claim(Claim("p", "t", ["x"], 5, token="claim"), blocking=True)
-    count, effects = state.drop("p")
+    count, effects = at_once.drop(state, "p")
     answers = dict(effects.answers)
     assert count == 2 and sorted(effects.freed) == [1, 2]
     assert isinstance(answers["for the dropped one"], UnknownPartitionError)
@@ -738,5 +761,5 @@ def test_a_waiting_put_of_samples_that_another_has_made_meanwhile_needs_no_room(
     state.put(Put("p", ["a", "b"], {}, None))
     state.put(Put("p", ["c", "d"], {}, None, token="large"))
     assert not state.put(Put("p", ["c"], {}, None, token="small")).answers
-    effects = state.clear("p", ["a", "b"])[1]
+    effects = at_once.clear(state, "p", ["a", "b"])[1]
     assert dict(effects.answers) == {"large": None, "small": None}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.control import at_once
 
 from rlplane.control.dump import dump_state
 from rlplane.control.loading import BlockSize, restore_state
@@ -53,7 +54,7 @@ def test_every_piece_is_found_in_its_order_and_freed_with_its_last_sample(
             sizes = {number: BlockSize(1, len(IDS)) for number in numbers}
             state = restore_state(dump_state(state), numbers, sizes, None)
         elif kind == "clear":
-            _, effects = state.clear("p", ids)
+            _, effects = at_once.clear(state, "p", ids)
             freed.update(effects.freed)
             for sample_id in ids:
                 model.pop(sample_id, None)

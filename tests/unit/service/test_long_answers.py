@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.service.test_server import SPEC, RunningServer, address, plane, put, wait_until  # noqa: F401
 
+from rlplane.control import snapshots
 from rlplane.service import long_answers
 from rlplane.service import protocol as wire
 from rlplane.service.framing import Inbox, message
@@ -47,6 +48,7 @@ def test_names_and_claims_of_many_samples_are_long_and_nothing_else_is() -> None
 def everything_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_answers, "_MANY", 1)
     monkeypatch.setattr(long_answers, "_AT_ONCE", 1)
+    monkeypatch.setattr(snapshots, "_MANY", 1)
 
 
 @pytest.mark.usefixtures("everything_is_long")
@@ -76,6 +78,29 @@ def test_others_are_served_between_two_slices_and_one_client_keeps_its_order(pla
                 answered.append((number, answer.value))
     assert answered == [(0, ids), (1, 300), (2, ids), (3, 300)]
     wait_until(lambda: not plane.in_loop(lambda: plane.server._long_answers))
+
+
+@pytest.mark.usefixtures("everything_is_long")
+def test_a_long_claim_is_what_was_there_when_it_was_made(plane: RunningServer) -> None:  # noqa: F811
+    connection, other = plane.client(), plane.client()
+    connection.exchange(wire.Register(SPEC))
+    ids = [f"{number:03}" for number in range(100)]
+    for sample_id in ids:
+        put(connection, sample_id)
+    hello = wire.Hello(
+        wire.PROTOCOL_VERSION, plane.token, client=connection.client, secret=connection._secret
+    )
+    claim = wire.ClaimRequest("p", "t", [], 100, False, 0.0)
+    with plane.raw(hello) as raw:
+        raw.sendall(message(1, wire.encode(wire.Envelope(claim))))
+        wait_until(lambda: other.exchange(wire.Consumed("p", ["t"])) == wire.Done(True))
+        assert other.exchange(wire.Clear("p", ids)) == wire.Done(100)  # perhaps before all were encoded
+        inbox = Inbox(2**20)
+        answered: list[bytes] = []
+        while not answered:
+            answered = [bytes(body) for _, body in inbox.messages(memoryview(raw.recv(2**20)))]
+    answer = wire.answer_decoder.decode(answered[0])
+    assert isinstance(answer, wire.Claimed) and answer.ids == ids and len(answer.tags) == 100
 
 
 @pytest.mark.usefixtures("everything_is_long")

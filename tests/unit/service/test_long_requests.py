@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
-from rlplane.control import clearing, loading, staging
+from rlplane.control import clearing, loading, staging, unclaiming
 from rlplane.control.dump import dump_state
 from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
@@ -33,6 +33,7 @@ IDS = [f"s{number}" for number in range(10 * AT_ONCE)]
 @pytest.fixture(autouse=True)
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearing, "_SAMPLES_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(unclaiming, "_SAMPLES_AT_ONCE", AT_ONCE)
 
 
 @pytest.fixture
@@ -285,6 +286,84 @@ def test_what_a_large_partition_has_in_its_queues_is_freed_in_slices_too(
     assert desk.answers[request] == wire.Done(len(ids)) and not before and not partition.columns
 
 
+# A long claim that ends
+
+
+@pytest.mark.parametrize("how", ["unclaimed", "abandoned"])
+def test_what_a_long_claim_had_comes_back_in_slices_and_in_its_order(desk: Desk, how: str) -> None:
+    claim = desk.claim(1, len(IDS) - 1)
+    ids = desk.answers[claim].ids
+    if how == "abandoned":
+        desk.abandon(claim)
+    else:
+        request = desk.post(1, wire.Unclaim("p", "t", ids))
+        assert request not in desk.answers
+    assert desk.claimed(2, 2) == IDS[-5:-3]  # what is back already, before what never was away
+    slices = 1
+    while desk.service.has_work:
+        desk.service.go_on()
+        slices += 1
+    assert slices == 10
+    if how == "unclaimed":
+        assert desk.answers[request] == wire.Done(0)
+    assert desk.claimed(2, len(IDS)) == [*IDS[:-5], *IDS[-3:]]
+
+
+def test_what_its_client_claims_meanwhile_is_not_given_back(desk: Desk) -> None:
+    ids = desk.claimed(1, 3 * AT_ONCE)
+    desk.post(1, wire.Unclaim("p", "t", [*ids[-2:], *ids]))
+    assert desk.claimed(1, 2) == ids[-AT_ONCE : -AT_ONCE + 2]
+    assert desk.claimed(1, 2) == ids[-2:]
+    while desk.service.has_work:
+        desk.service.go_on()
+    assert desk.claimed(2, len(IDS)) == [*ids[:-AT_ONCE], *IDS[len(ids) :]]
+
+
+@pytest.mark.parametrize("what", ["dropped", "registered", "dies", "cleared"])
+def test_a_long_claim_can_end_twice(desk: Desk, what: str) -> None:
+    request = desk.post(1, wire.Unclaim("p", "t", desk.claimed(1, len(IDS))))
+    if what == "dropped":
+        desk.post(0, wire.DropPartition("p"))
+        desk.register()
+        desk.put(0, IDS[:2])
+        assert desk.claimed(1, 2) == IDS[:2]
+    elif what == "registered":
+        desk.register(consumer_tasks=["u"])
+        desk.register()
+    elif what == "dies":
+        desk.service.disconnect(1, died=True)
+    else:
+        desk.post(0, wire.Clear("p", IDS[:AT_ONCE]))
+    work_off(desk)
+    assert desk.answers[request] == wire.Done(0)
+    left = {"dropped": [], "registered": IDS, "dies": IDS, "cleared": IDS[AT_ONCE:]}[what]
+    assert desk.claimed(2, len(IDS)) == left
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("slices", [0, 1, 5, 9])
+def test_a_claim_goes_on_ending_when_the_service_dies(tmp_path: Path, slices: int, is_finished: bool) -> None:
+    plane = JournaledPlane(tmp_path)
+    plane.ask(1, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"])))
+    plane.ask(2, wire.Commit("p", 1, IDS, [], [], None, 0, FOREVER))
+    ids = plane.ask(3, wire.ClaimRequest("p", "t", [], len(IDS), False, 0.0)).ids
+    unclaim = wire.Unclaim("p", "t", ids, is_finished)
+    assert plane.ask(4, unclaim) is None
+    for _ in range(slices):
+        plane.service.go_on()
+    plane.die()
+    plane.answers.pop((0, 4), None)
+    plane.ask(4, unclaim)
+    while plane.service.has_work:
+        plane.service.go_on()
+    assert plane.answers[0, 4] == wire.Done(0)
+    assert plane.ask(5, wire.ClaimRequest("p", "t", [], len(IDS), False, 0.0)).ids == (
+        [] if is_finished else ids
+    )
+    plane.service.disconnect(0, died=True)
+    assert plane.service.state.partition("p").task("t").count == (len(IDS) if is_finished else 0)
+
+
 # A long put
 
 MANY = IDS[: 3 * AT_ONCE]
@@ -401,3 +480,55 @@ def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
     assert isinstance(plane.answers[0, 3], wire.Done)
     assert sorted(plane.service.state.partition("p").rows) == sorted(MANY)
     assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY
+
+
+@pytest.mark.parametrize("come", range(6))
+def test_what_was_named_before_a_put_is_known_to_the_service_that_goes_on(
+    tmp_path: Path, long_puts: None, come: int
+) -> None:
+    plane = JournaledPlane(tmp_path)
+    plane.ask(1, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"])))
+    commit = wire.Commit("p", 1, [], [], [], None, 0, FOREVER)
+    commit.named = 5
+    requests: list[wire.Request] = [
+        wire.Naming(5, at, MANY[at : at + 5], [{"n": at}] * len(MANY[at : at + 5])) for at in (0, 5, 10)
+    ]
+    requests.append(commit)
+    for number, request in enumerate(requests[:come], 10):
+        plane.ask(number, request)
+    plane.die()
+    for number, request in list(enumerate(requests, 10))[max(come - 1, 0) :]:
+        plane.answers.pop((0, number), None)
+        plane.ask(number, request)
+    while plane.service.has_work:
+        plane.service.go_on()
+    claimed = plane.ask(20, wire.ClaimRequest("p", "t", [], 20, False, 0.0))
+    assert claimed.ids == MANY and [tags["n"] for tags in claimed.tags] == [0] * 5 + [5] * 5 + [10] * 2
+    assert not plane.service.clients[0].named
+
+
+def test_names_that_come_twice_count_once_and_those_that_do_not_fit_are_refused(desk: Desk) -> None:
+    for _ in range(2):
+        assert desk.ask(1, wire.Naming(3, 0, IDS[:2])) == wire.Done()
+        assert desk.ask(1, wire.Naming(3, 2, IDS[2:4])) == wire.Done()
+    assert isinstance(desk.ask(1, wire.Naming(3, 5, IDS[5:6])), wire.Failure)
+    assert isinstance(desk.ask(1, wire.Naming(3, 4, IDS[5:6], [{}])), wire.Failure)
+    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(4)
+    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(0)  # they are gone with the first
+
+
+def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: Desk) -> None:
+    used = desk.used
+    for named in (3, 4):
+        desk.ask(1, wire.Naming(3, 0, ["a"]))
+        place = desk.answers[desk.reserve(1, 1)].place
+        body = wire.Commit("p", 0, [], ["x"], [layout_of(PAGE, 1)], place.number, PAGE, FOREVER)
+        body.named = named
+        assert isinstance(desk.ask(1, body), wire.Failure)  # of another version, or without samples
+        desk.ask(1, wire.Unname(3))
+    request = desk.post(1, wire.Naming(3, 0, ["a"]))
+    assert desk.answers[request] == wire.Done()
+    body.named = 3
+    desk.service.clients[1].abandoned.append(request.number + 1)
+    assert isinstance(desk.ask(1, body), wire.Failure)
+    assert desk.used == used and not desk.service.clients[1].named

@@ -54,6 +54,8 @@ REQUESTS: list[Any] = [
     wire.MarkClaimed("p", "t", None, True),
     wire.Inspect("p", ["a"], True, [3]),
     wire.Lost(Loss((1,), 4, (7, 8))),
+    wire.Naming(3, 0, ["a"], [{"v": 1}]),
+    wire.Unname(3),
 ]
 ANSWERS: list[Any] = [
     wire.Failure("KeyError", "text", 3),

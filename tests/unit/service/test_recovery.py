@@ -298,7 +298,7 @@ def drained(service: ControlService) -> list[list[str]]:
             claim = Claim("p", task, ["x"], 100, owner=7)
             for _, batch in service.state.claim(claim, blocking=False).answers:
                 assert isinstance(batch, Batch)
-                handed.append(batch.ids)
+                handed.append(list(batch.ids))
     return handed
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from rlplane.adapters import many
 from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, ask
@@ -285,7 +286,7 @@ def clear_keys(plane: PlaneCalls, link: Link, keys: list[str] | str, partition_i
     """Clear keys; those that are not there are ignored."""
     keys = _checked(keys)
     try:
-        yield from ask(wire.Clear(partition_id, keys), wire.Done)
+        yield from many.clear(partition_id, keys)
     except UnknownPartitionError:
         pass
 

@@ -1,0 +1,133 @@
+"""``Snapshot``: the ids and tags of very many samples as they were at one moment, read some at a time.
+
+To make lists of a million names and tags takes longer than others should wait. So whoever asks for very many
+gets columns of a snapshot, which are read a slice at a time. Before a row that is not read yet is changed or
+removed, the snapshot is told, and keeps what it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, overload
+from weakref import ref
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["SampleColumn", "Snapshot", "are_many", "ids_and_tags_of", "ids_of"]
+
+Rows = NDArray[np.int64]
+_MANY = 65_536  # of more than these, to make lists takes more than some ten milliseconds
+
+
+class ReadTable(Protocol):
+    """What has to be known of the partition's rows."""
+
+    size: int
+    ids: NDArray[Any]
+    tags: NDArray[Any]
+    readers: list[ref[Snapshot]]
+
+
+def are_many(rows: Rows) -> bool:
+    """Whether the samples in these rows are so many that they are read some at a time."""
+    return len(rows) > _MANY
+
+
+def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
+    """The ids of rows as they are now."""
+    if not are_many(rows):
+        few: list[str] = table.ids[rows].tolist()
+        return few
+    return Snapshot(table, rows, with_tags=False).columns[0]
+
+
+def ids_and_tags_of(table: ReadTable, rows: Rows) -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
+    """The ids and tags of rows as they are now."""
+    if not are_many(rows):
+        return table.ids[rows].tolist(), table.tags[rows].tolist()
+    ids, tags = Snapshot(table, rows).columns
+    return ids, tags
+
+
+class Snapshot:
+    """What rows have at one moment. The table knows it for as long as somebody has one of its columns."""
+
+    def __init__(self, table: ReadTable, rows: Rows, *, with_tags: bool = True) -> None:
+        self._table, self._rows = table, rows
+        self._lists: list[list[Any]] = [[] for _ in range(1 + with_tags)]
+        self._at = 0
+        self._is_unread = np.zeros(table.size, bool)
+        self._is_unread[rows] = True
+        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of rows that are not what they were
+        table.readers.append(ref(self, table.readers.remove))
+
+    @property
+    def columns(self) -> list[SampleColumn]:
+        """The ids, and the tags if they were asked for."""
+        return [SampleColumn(self, which) for which in range(len(self._lists))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def keep(self, rows: Rows) -> None:
+        """These rows are about to be changed or removed."""
+        rows = rows[rows < len(self._is_unread)]
+        for row in rows[self._is_unread[rows]].tolist():
+            if row not in self._kept:  # or it is another sample's by now
+                self._kept[row] = (self._table.ids[row], self._table.tags[row])
+
+    def read(self, which: int, end: int) -> list[Any]:
+        """A column, at least up to ``end``."""
+        if end > self._at:
+            rows = self._rows[self._at : end]
+            for column, values in zip((self._table.ids, self._table.tags), self._lists, strict=False):
+                values += column[rows].tolist()
+            if self._kept:
+                for at in np.flatnonzero(np.isin(rows, list(self._kept))).tolist():
+                    kept = self._kept.pop(int(rows[at]))
+                    for values, value in zip(self._lists, kept, strict=False):
+                        values[self._at + at] = value
+            self._is_unread[rows] = False
+            self._at += len(rows)
+            if self._at == len(self._rows):
+                self._is_unread = np.empty(0, bool)
+        return self._lists[which]
+
+
+class SampleColumn(Sequence[Any]):
+    """The ids or the tags of a snapshot. A slice of it is a list, and reads no more than it has to."""
+
+    __slots__ = ("_snapshot", "_which")
+
+    def __init__(self, snapshot: Snapshot, which: int) -> None:
+        self._snapshot, self._which = snapshot, which
+
+    def __len__(self) -> int:
+        return len(self._snapshot)
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Any]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        end = len(self)
+        if isinstance(at, slice):
+            end = at.indices(end)[1]
+        return self._snapshot.read(self._which, end)[at]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self[:] == other[:]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (self[:],)  # a dump has what was read
+
+
+def _read(values: list[Any]) -> list[Any]:
+    return values
