@@ -286,7 +286,7 @@ class Partition:
         self.looking.tagged(rows, NO_ROWS)
         return rows
 
-    def remove(self, rows: Rows) -> BlockRows:
+    def remove(self, rows: Rows) -> list[BlockRows]:
         """Drop rows; return what they referred to, for each field."""
         for task in self.tasks.values():
             task.remove(rows)
@@ -311,10 +311,16 @@ class Partition:
 
     def release_rows(self, blocks: NDArray[np.int64], positions: NDArray[np.int32], effects: Effects) -> None:
         """Rows do not refer to these blocks any more; those that no other row refers to are freed."""
+        if not len(blocks):
+            return
         counts: dict[int, int] = {}
         if len(blocks) <= _FEW:
-            for block in blocks.tolist():
-                counts[block] = counts.get(block, 0) + 1
+            numbers = blocks.tolist()
+            if numbers.count(numbers[0]) == len(numbers):  # of one write, as most are
+                counts[numbers[0]] = len(numbers)
+            else:
+                for block in numbers:
+                    counts[block] = counts.get(block, 0) + 1
         else:
             unique, number = np.unique(blocks, return_counts=True)
             counts = dict(zip(unique.tolist(), number.tolist(), strict=True))

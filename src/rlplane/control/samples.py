@@ -251,7 +251,7 @@ class SampleTable:
             for sample_id in ids:
                 self.lost_ids.pop(sample_id, None)
 
-    def remove(self, rows: Rows) -> BlockRows:
+    def remove(self, rows: Rows) -> list[BlockRows]:
         """Drop rows; return what they referred to, for each field."""
         self.about_to_change(rows)
         gone = [place for column in self.columns.values() for place in column.remove(rows)]
@@ -264,9 +264,7 @@ class SampleTable:
         for bits in self._written_bits:
             bits[rows] = 0
         self._free.extend(rows[::-1].tolist())
-        if not gone:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate([blocks for blocks, _ in gone]), np.concatenate([at for _, at in gone])
+        return gone
 
     def note_lost(self, rows: Rows) -> None:
         """Remember the names of samples that are evicted because they were lost."""

@@ -519,7 +519,8 @@ class ControlState:
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:
-        partition.release_rows(*partition.remove(rows), effects)
+        for blocks, positions in partition.remove(rows):
+            partition.release_rows(blocks, positions, effects)
         self.live -= len(rows)
 
     def _evict(self, partition: Partition, rows: NDArray[np.int64], reason: str, effects: Effects) -> None:
