@@ -20,6 +20,7 @@ from rlplane.control.flow import NO_TICKET, FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
+from rlplane.control.ordered_rows import LongFront, OrderedRowQueue
 from rlplane.control.policies import LENGTH_TAG, tokens_of
 from rlplane.control.queues import Match, ReadyQueue
 from rlplane.control.requests import NOBODY, Batch, Claim
@@ -364,6 +365,9 @@ class Claims:
             yield from self._cursors.look_at_groups(task, key, order)
         elif order is not None:
             yield from self._cursors.look_at_queue(task, key, order)
+            queue = task.queues.get(key)
+            if isinstance(queue, OrderedRowQueue):
+                yield LongFront(queue, claim.batch_size)
         matches = self._matches(claim)
         if matches is None:
             return

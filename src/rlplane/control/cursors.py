@@ -32,6 +32,7 @@ _MOST_QUEUES = 16
 # Sorted into a queue within some ten milliseconds.
 _SORTED_AT_ONCE = 1 << 16
 _MANY_ROWS = 8192  # to gather the groups of more takes longer than some ten milliseconds
+_VERY_MANY_ROWS = 1 << 16  # to sort more into a queue than these does
 # How often a queue of groups is begun, until it is made at once.
 _MOST_ATTEMPTS = 4
 
@@ -324,6 +325,13 @@ class Cursors:
         """These rows were written. Those that are ``all_new`` have exactly the fields that were written;
         ``changed``: not only their fields are different."""
         for task in self.tasks.values():
+            if len(rows) > _VERY_MANY_ROWS and not task.waiting:
+                # To sort them in takes long. The next claim builds the queue anew, a slice at a time.
+                task.queues = {
+                    key: queue
+                    for key, queue in task.queues.items()
+                    if not isinstance(queue, OrderedRowQueue) or not queue.is_whole
+                }
             for key, queue in task.queues.items():
                 required = key[0]
                 if (

@@ -7,22 +7,24 @@ length are merged, so there are few of them, and a row is moved O(log n) times; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
+from rlplane.control.conditions import Look
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 
-__all__ = ["KnownKeys", "OrderedRowQueue"]
+__all__ = ["KnownKeys", "LongFront", "OrderedRowQueue"]
 
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
-# Merging two runs of this length takes some ten milliseconds, in which nobody else is served.
-_LONGEST_MERGED = 1 << 18
+# Merging two runs to one of this length takes some ten milliseconds, in which nobody else is served.
+_LONGEST_MERGED = 1 << 17
+_SORTED_AHEAD = 1 << 14
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
 _ABSENT = -1  # the stamp of a row that is not in the queue
@@ -105,6 +107,20 @@ class KnownKeys:
     def forget(self, rows: Rows) -> None:
         """The tags of these rows have changed, or are gone."""
         self._keys[rows[rows < len(self._keys)]] = np.nan
+
+
+class LongFront(Look):
+    """Sorts the first rows of a queue before a claim of very many takes them, some at a time."""
+
+    def __init__(self, queue: OrderedRowQueue, count: int) -> None:
+        self._queue, self._count = queue, count
+
+    def __call__(self, is_over: Callable[[], bool]) -> bool:
+        """See :class:`~rlplane.control.conditions.Look`."""
+        while not (is_done := self._queue.lengthen_front(self._count)):
+            if is_over():
+                break
+        return is_done
 
 
 class OrderedRowQueue(ReadyQueue):
@@ -204,6 +220,13 @@ class OrderedRowQueue(ReadyQueue):
             if before > 2 * last or before + last > _LONGEST_MERGED or last == _LONGEST_SORTED:
                 break
             self._runs[-2:] = [_Run.merged(self._runs[-2:])]
+
+    def lengthen_front(self, wanted: int) -> bool:
+        """Sort some more rows, unless so many are sorted already, or all; whether they are now. What is taken
+        in which order does not change."""
+        if len(self._front.rows) < wanted and self._runs:
+            self._lengthen_front(_SORTED_AHEAD)
+        return len(self._front.rows) >= wanted or not self._runs
 
     def _lengthen_front(self, least: int) -> None:
         """Move the first entries of all runs, mostly at least so many, to the end of the front."""

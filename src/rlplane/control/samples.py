@@ -71,9 +71,9 @@ class SampleTable:
 
     def oldest(self) -> int:
         """The row of the sample that was born first, of those that are there."""
-        rows = self.rows.by_birth
-        if rows is not None:
-            return next(iter(rows))
+        first = self.rows.first
+        if first is not None:
+            return first
         live = np.flatnonzero(self.serial >= 0)
         return int(live[self.serial[live].argmin()])
 
@@ -230,9 +230,14 @@ class SampleTable:
         self.ids[rows] = ids
         self.tags[rows] = _NO_TAGS if tags is None else _object_array(tags)
         self.groups[rows] = groups
+        # So that their memory is there when all of them are written at once.
+        for column in (self.born, self.stamp, *self._written_bits):
+            column[rows] = 0
+        for field in self.columns.values():
+            field.position[rows] = field.stamp[rows] = 0
         return numbers
 
-    def make_live(self, names: dict[str, int], rows: Rows, now: float) -> None:
+    def make_live(self, names: Names, rows: Rows, now: float) -> None:
         """Samples that were staged are there from now on."""
         self._find_again(names)
         self.rows.add_many(names)

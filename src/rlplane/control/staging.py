@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlplane.control.fields import Rows
+from rlplane.control.names import Names
 from rlplane.control.requests import Put
 from rlplane.control.rules import group_of, own_group_size
 from rlplane.errors import InvalidRequestError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Staging"]
 
 # Made ready in some milliseconds. A number and not a time: a journal that is repeated has the same slices.
-_SAMPLES_AT_ONCE = 8192
+_SAMPLES_AT_ONCE = 4096
 
 
 class Staging:
@@ -35,10 +36,10 @@ class Staging:
         self.rows = np.full(len(put.ids), -1, np.int64)
         self.sizes: dict[str, int] = {}  # of new groups that have one of their own
         self._is_new = np.zeros(len(put.ids), bool)
-        self._names: dict[str, int] = {}  # of new samples
+        self._names = Names()  # of new samples
         self._tags = np.empty(len(put.ids), object)  # those of samples that exist, as they will be
         self._at = 0
-        self._seen: set[str] = set()
+        self._seen = Names()
         self._spec = partition.spec
         self._touched: set[str] = set()
         # An index that comes later gets the new samples when they are there.
@@ -69,9 +70,10 @@ class Staging:
         """Go on with it; raises if the put cannot be written."""
         ids = self._ids[self._at : self._at + _SAMPLES_AT_ONCE]
         tags = None if self._given is None else self._given[self._at : self._at + _SAMPLES_AT_ONCE]
-        self._seen.update(ids)
-        if "" in ids or len(self._seen) < self._at + len(ids):
+        is_seen = any(row is not None for row in self._seen.find(ids))
+        if is_seen or "" in ids or len(set(ids)) < len(ids):
             raise InvalidRequestError("the ids of a commit are not distinct, non-empty strings")
+        self._seen.add(ids, range(len(ids)))
         table = self.partition.table
         table.rows.move(_SAMPLES_AT_ONCE)  # of a put before this one
         known = table.rows.find(ids)
@@ -85,7 +87,7 @@ class Staging:
                     self._tags[self._at + at] = table.tags[row] | tags[at] if tags[at] else table.tags[row]
         self._at += len(ids)
         if self.is_over:
-            self._seen = set()
+            self._seen = Names()
 
     def catch_up(self) -> None:
         """Look again at what others have touched since, before the put is written."""
@@ -105,7 +107,8 @@ class Staging:
                     self._add([at])
                 continue
             if self._is_new[at]:
-                self._remove(np.array([self._names.pop(sample_id)]))
+                self._remove(np.array([self._names[sample_id]]))
+                self._names.remove([sample_id])
                 self._is_new[at] = False
             self.rows[at] = row
             if self._given is not None:
@@ -140,7 +143,7 @@ class Staging:
         groups = self._groups_of(places)
         rows = self.partition.stage(ids, tags, groups)
         self.rows[places], self._is_new[places] = rows, True
-        self._names.update(zip(ids, rows, strict=True))
+        self._names.add(ids, rows)
         self.partition.looking.get_ready(np.array(rows, np.int64), self._indexes)
 
     def _groups_of(self, places: list[int]) -> list[str | None]:

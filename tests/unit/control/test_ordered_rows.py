@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.control.test_queues import Table, rows_in
 
 from rlplane.control import ordered_rows
-from rlplane.control.ordered_rows import KnownKeys, OrderedRowQueue
+from rlplane.control.ordered_rows import KnownKeys, LongFront, OrderedRowQueue
 from rlplane.control.policies import Order
 
 ROWS = 24
@@ -28,6 +28,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "_LARGEST_PIECE": 4,
         "_LONGEST_MERGED": 6,
         "_LONGEST_SORTED": 4,
+        "_SORTED_AHEAD": 1,
     }.items():
         monkeypatch.setattr(ordered_rows, name, length)
 
@@ -81,6 +82,7 @@ steps = st.lists(
         st.tuples(st.just("discard"), some_rows),
         st.tuples(st.just("pop"), st.integers(0, 9), matches),
         st.tuples(st.just("look"), st.integers(1, 9), matches),
+        st.tuples(st.just("sort"), st.integers(1, 20)),
         st.tuples(st.just("dump")),
     ),
     max_size=30,
@@ -121,6 +123,11 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
             count, match = arguments
             taken = queue.pop(count, None if match is None else rows_in(match))
             assert taken.tolist() == model.pop(count, match)
+        elif kind == "sort":
+            look = LongFront(queue, arguments[0])
+            while not look(lambda: True):
+                pass
+            assert len(queue._front.rows) >= min(arguments[0], len(model.places))
         elif kind == "look":
             enough, match = arguments
             there = model.ordered(match)

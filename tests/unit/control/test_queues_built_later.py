@@ -134,6 +134,22 @@ def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_sli
         assert at_once.claim(*last, 8) == sliced.claim(*last, 8)
 
 
+@settings(max_examples=150, deadline=None)
+@given(steps=steps, last=st.sampled_from(QUEUES))
+def test_the_order_does_not_depend_on_whether_a_put_was_of_very_many(
+    steps: list[Any], last: tuple[tuple[str, ...], str | None]
+) -> None:
+    few, many = LaterQueues(None), LaterQueues(None)
+    for history in few, many:
+        history.ask_for_everything()
+    for kind, *arguments in steps:
+        wanted = getattr(few, kind)(*arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cursors, "_VERY_MANY_ROWS", 1)  # so that it drops the queues that are in order
+            assert getattr(many, kind)(*arguments) == wanted
+    assert few.claim(*last, 8) == many.claim(*last, 8)
+
+
 def test_a_checkpoint_from_before_places_were_kept_loads() -> None:
     history = LaterQueues(None)
     history.put(["a_g0", "b_g0", "c_g0"], ("x",), None)
