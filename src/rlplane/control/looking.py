@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplane.control.conditions import Conditions, Look, Matches, key_of
 from rlplane.control.fields import Rows
@@ -89,8 +89,15 @@ class Looking:
         matching: Rows = rows[matches(rows)]
         return matching
 
-    def look_for(self, where: Mapping[str, Any]) -> Iterator[Look]:
-        """Looks at the tags that :meth:`matching` will ask about, one after the other."""
+    def look_for(self, where: Mapping[str, Any] | None, order: Order) -> Iterator[Look]:
+        """Looks at the tags that :meth:`matching` and :meth:`peek` will ask about, one after the other."""
+        if where:
+            yield from self._look_for_matching(where)
+        look = None if order.kind == "fifo" else self.look_at_keys(order)
+        if look is not None:
+            yield look
+
+    def _look_for_matching(self, where: Mapping[str, Any]) -> Iterator[Look]:
         tag = _tag_with_value(where)
         if tag is not None and not (index := self.indexes.setdefault(tag, TagIndex(tag))).is_whole:
             table = self._table
@@ -124,19 +131,26 @@ class Looking:
         rows = self.matching(where) if where else table.live_rows(None)
         for name in fields:
             rows = rows[table.column(name).block[rows] >= 0]
-        if order.kind in ("fifo", "lifo"):
-            serials = table.serial[rows]
-            if not (serials[1:] > serials[:-1]).all():
-                rows = rows[np.argsort(serials)]
-            rows = (rows if order.kind == "fifo" else rows[::-1])[:limit]
-        else:
-            keys = {
-                row: (order.key([table.ids[row]], [table.tags[row]]), table.serial[row])
-                for row in rows.tolist()
-            }
-            rows = np.array(heapq.nsmallest(len(keys) if limit is None else limit, keys, keys.__getitem__))
-            rows = rows.astype(np.int64)
+        serials = table.serial[rows]
+        if not (serials[1:] > serials[:-1]).all():
+            rows = rows[np.argsort(serials)]
+        if order.kind == "lifo":
+            rows = rows[::-1]
+        elif order.kind != "fifo":
+            keys = self.keys(order)
+            assert keys is not None
+            rows = _first_by(keys(rows), rows, limit)
+        rows = rows[:limit]
         return Batch(*ids_and_tags_of(table, rows))
+
+
+def _first_by(keys: NDArray[np.float64], rows: Rows, limit: int | None) -> Rows:
+    """The rows with the lowest keys, in their order, and of equal ones those that come first."""
+    if limit is not None and 0 < limit < len(rows):
+        near = keys <= np.partition(keys, limit - 1)[limit - 1]
+        keys, rows = keys[near], rows[near]
+    first: Rows = rows[np.argsort(keys, kind="stable")]
+    return first
 
 
 def _tag_with_value(where: Mapping[str, Any]) -> str | None:

@@ -45,11 +45,18 @@ class Names(Mapping[str, int]):
         if not self._large and not self._apart:
             return list(map(self._rows.get, ids))
         ids = list(ids)
-        found = list(map(self._rows.get, ids))
-        for names in (*self._large, *self._apart):
-            if None not in found:
+        parts = (self._rows, *self._large, *self._apart)
+        # What is asked for together mostly came together.
+        first = next((names for names in parts if ids and ids[0] in names), self._rows)
+        found = list(map(first.get, ids))
+        for names in parts:
+            missing = found.count(None)
+            if not missing:
                 break
-            found = [names.get(i) if row is None else row for i, row in zip(ids, found, strict=True)]
+            if missing == len(ids):
+                found = list(map(names.get, ids))
+            elif names is not first:
+                found = [names.get(i) if row is None else row for i, row in zip(ids, found, strict=True)]
         return found
 
     def add(self, ids: Sequence[str], rows: Iterable[int]) -> None:

@@ -32,6 +32,7 @@ from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
 from rlplane.control.staging import Staging
+from rlplane.control.steps import check_ranks
 from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import (
     CapacityError,
@@ -135,7 +136,7 @@ class ControlState:
         queue = partition.cursors.queue(task, claim)
         effects = Effects()
         if claim.step is not None:
-            _check_ranks(partition.spec, claim)
+            check_ranks(partition.spec, claim)
         if blocking and not task.waiting and claim.step is None:
             task.last = claim
             answer = partition.claims.answer_first(task, queue, claim)
@@ -195,10 +196,12 @@ class ControlState:
         queue = cursor.queues.get((tuple(sorted(set(fields))), ""))
         return queue is None or not queue.is_whole
 
-    def look_for(self, partition_id: str, where: Mapping[str, Any]) -> Iterator[Look]:
+    def look_for(
+        self, partition_id: str, where: Mapping[str, Any] | None, order: str | None = None
+    ) -> Iterator[Look]:
         """The same for :meth:`peek` and :meth:`count`."""
         compile_where(where)
-        return self.partition(partition_id).looking.look_for(where)
+        return self.partition(partition_id).looking.look_for(where, Order(order))
 
     def give_up(self, token: object) -> Effects:
         """End a waiting request: it is answered with the error that its caller gets. Nothing if it does
@@ -595,13 +598,3 @@ class ControlState:
         except DataPlaneError as error:
             self._refuse(put, error, effects)
         return True
-
-
-def _check_ranks(spec: PartitionSpec, claim: Claim) -> None:
-    """The numbers of a claim that ranks share."""
-    if claim.dp_world < 1 or not 0 <= claim.dp_rank < claim.dp_world:
-        raise InvalidRequestError(f"dp_rank {claim.dp_rank} is not one of {claim.dp_world} ranks (dp_world)")
-    size = 1 if claim.split_groups else spec.group_size or 1
-    if claim.batch_size % (claim.dp_world * size):
-        what = f"{claim.dp_world} ranks" + (f" of groups of {size}" if size > 1 else "")
-        raise InvalidRequestError(f"batch_size {claim.batch_size} cannot be divided over {what}")

@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["SavedStep", "Step", "StepKey", "Steps", "divided"]
+from rlplane.control.requests import Claim
+from rlplane.control.rules import PartitionSpec
+from rlplane.errors import InvalidRequestError
+
+__all__ = ["SavedStep", "Step", "StepKey", "Steps", "check_ranks", "divided"]
 
 
 class StepKey(NamedTuple):
@@ -90,3 +94,13 @@ def divided(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         parts[rank].append(place)
         load[rank] += lengths[place]
     return [sorted(part) for part in parts]
+
+
+def check_ranks(spec: PartitionSpec, claim: Claim) -> None:
+    """The numbers of a claim that ranks share."""
+    if claim.dp_world < 1 or not 0 <= claim.dp_rank < claim.dp_world:
+        raise InvalidRequestError(f"dp_rank {claim.dp_rank} is not one of {claim.dp_world} ranks (dp_world)")
+    size = 1 if claim.split_groups else spec.group_size or 1
+    if claim.batch_size % (claim.dp_world * size):
+        what = f"{claim.dp_world} ranks" + (f" of groups of {size}" if size > 1 else "")
+        raise InvalidRequestError(f"batch_size {claim.batch_size} cannot be divided over {what}")

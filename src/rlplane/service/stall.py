@@ -57,7 +57,9 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
             ):
                 claim = Claim(partition_id, task, fields, size, where, order=order)
                 looks = state.look_for_claim(claim)
-            case wire.Peek(partition_id, where) | wire.Count(partition_id, where) if where:
+            case wire.Peek(partition_id, where, order=order) if where or order:
+                looks = state.look_for(partition_id, where, order)
+            case wire.Count(partition_id, where) if where:
                 looks = state.look_for(partition_id, where)
             case _:
                 return None

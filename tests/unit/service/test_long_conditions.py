@@ -122,6 +122,37 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     assert again is not None and again()  # the queue is there
 
 
+@pytest.mark.parametrize("limit", [None, 0, 5, SAMPLES + 100])
+@pytest.mark.parametrize("order", ["priority:v", "random:5"])
+def test_a_peek_in_an_order_is_looked_at_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, order: str, limit: int | None
+) -> None:
+    desk = filled_desk()
+    body = wire.Peek("p", {"v": {">": 30}}, [], limit, order)
+    look = desk.service.look_ahead(wire.Envelope(body))
+    assert look is not None
+    pieces = 1
+    while not look():
+        pieces += 1
+        if pieces < 9:
+            desk.commit(0, ["s5"], None, tags=[{"v": 100 * pieces}])
+    assert pieces > 200
+    calls: list[int] = []
+    work_out = Order.keys
+
+    def counted(self: Order, ids: list[str], tags: list[dict[str, Any]]) -> Any:
+        calls.append(len(ids))
+        return work_out(self, ids, tags)
+
+    monkeypatch.setattr(Order, "keys", counted)
+    seen = desk.ask(0, body)
+    assert sum(calls) < 20
+    partition = desk.service.state.partition("p")
+    names = [name for name, row in partition.rows.items() if partition.tags[row]["v"] > 30]
+    by_key = {name: work_out(Order(order), [name], [partition.tags[partition.rows[name]]]) for name in names}
+    assert seen.ids == sorted(names, key=by_key.__getitem__)[:limit]
+
+
 def test_a_claim_that_finds_its_batch_at_the_front_is_not_looked_at_in_pieces(desk: Desk) -> None:
     look = desk.service.look_ahead(claim(8, {"v": {"<": SAMPLES}}))
     assert look is not None and look()
