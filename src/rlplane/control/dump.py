@@ -32,7 +32,6 @@ __all__ = [
     "SavedTask",
     "StateDump",
     "block_names",
-    "dump_state",
     "read_turns",
 ]
 
@@ -93,11 +92,6 @@ class SavedState(msgspec.Struct):
     version: int
     stamp: int
     partitions: list[SavedPartition]
-
-
-def dump_state(state: ControlState) -> bytes:
-    """All partitions with their samples, tags, places, cursors and unfinished claims."""
-    return b"".join(StateDump(state).pieces())
 
 
 class StateDump:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlplane.control.dump import dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from tests.unit.control.whole_state import dump_state, restore_state
+
+from rlplane.control.loading import BlockSize
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
