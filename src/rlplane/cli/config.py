@@ -10,8 +10,6 @@ from rlplane.cli.options import Flag, Json, resolve_config
 from rlplane.cli.output import write_json, write_text
 from rlplane.config import EXEMPLARS, KEYS, exemplar_text
 
-__all__ = ["config"]
-
 
 def config(
     source: str | None = None,

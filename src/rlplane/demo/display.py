@@ -9,8 +9,6 @@ from rlplane.demo.job import Death
 from rlplane.demo.results import mean
 from rlplane.viewing.units import format_bytes
 
-__all__ = ["Display", "choose_display"]
-
 _BARS = " ▁▂▃▄▅▆▇█"
 _RECENT = 10
 

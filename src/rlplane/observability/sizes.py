@@ -18,16 +18,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 
-__all__ = [
-    "LARGE_VIEW_FACTOR",
-    "LARGE_VIEW_FLOOR",
-    "ColumnSize",
-    "NotedSizes",
-    "measure",
-    "note",
-    "object_bytes",
-]
-
 NotedSizes: TypeAlias = list[tuple[Any, ...]]
 """What :func:`note` took down, one tuple per column: see :func:`measure` for the three shapes they have."""
 

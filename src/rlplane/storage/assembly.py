@@ -26,8 +26,6 @@ from rlplane.storage.objects import decode_object
 from rlplane.storage.places import FieldRows, Layout
 from rlplane.storage.trees import Own, TreeReader
 
-__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "row_offsets", "stack_objects"]
-
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
 _WORTH_A_COPY = 512

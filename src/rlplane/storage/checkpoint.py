@@ -31,8 +31,6 @@ from rlplane.errors import CheckpointError
 from rlplane.storage.dtypes import DTYPES
 from rlplane.storage.places import Layout
 
-__all__ = ["FILE_NAME", "Checkpoint", "read_checkpoint", "write_checkpoint"]
-
 FILE_NAME = "plane.safetensors"
 _FORMAT = "rlplane"
 _NO_DIGEST = "0" * 64

@@ -25,8 +25,6 @@ from rlplane.storage.places import FieldRows, Located, Loss, Place, RowsLostErro
 from rlplane.storage.rows import stretches
 from rlplane.storage.scratch import scratch, tensor_at
 
-__all__ = ["Chunk", "ChunkStore", "ChunkedStorage", "ChunksLostError", "chunk_keys", "chunks_of"]
-
 
 class Chunk(NamedTuple):
     """A value of the store, and where its bytes are in a buffer. ``dead`` are the storage units that had

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from rlplane.errors import InvalidRequestError
 from rlplane.storage.places import Loss, Place, Stretches
 
-__all__ = ["BackgroundDiscard", "KeyedHost", "lost_chunks", "unit_of"]
-
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024

@@ -16,8 +16,6 @@ from rlplane.storage.leases import ReadLease
 from rlplane.storage.places import Located, Place
 from rlplane.storage.scratch import scratch
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore:
     """A storage inside the process. ``host`` is the service's half; the object itself is every client's."""

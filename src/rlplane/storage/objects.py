@@ -18,8 +18,6 @@ from msgspec.msgpack import Encoder, Ext
 
 from rlplane.errors import InvalidRequestError, UnsupportedValueError
 
-__all__ = ["decode_object", "encode_objects", "open_ext", "open_tags", "plain_tags"]
-
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _WALKED = _ATOMS | {list, tuple, dict, np.ndarray}
 _ARRAY, _PICKLE = 1, 2

@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from rlplane.storage.layout import EncodedColumn
     from rlplane.storage.leases import ReadLease
 
-__all__ = [
-    "ALIGN",
-    "FieldRows",
-    "Layout",
-    "Located",
-    "Loss",
-    "OutOfPagesError",
-    "Place",
-    "RowsLostError",
-    "StorageClient",
-    "StorageHost",
-    "Stretches",
-    "UnitsDiedError",
-]
-
 ALIGN = 64
 
 

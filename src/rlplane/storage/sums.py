@@ -28,8 +28,6 @@ from rlplane.storage.layout import EncodedColumn
 from rlplane.storage.places import FieldRows, Layout, Located
 from rlplane.storage.trees import references_in
 
-__all__ = ["CheckCounts", "Mismatch", "RowChecks", "with_sums"]
-
 _TREES = ("tree", "ragged")
 
 _Piece = Callable[[int, int], memoryview]

@@ -30,8 +30,6 @@ from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneClient, DataPlaneConfig
 from rlplane.testing.stress import context
 
-__all__ = ["POLICIES", "FlowStressReport", "run_flow_stress"]
-
 PROMPTS, STEPS = "flow", "steps"
 _GROUP, _BATCH, _BOUND, _ROLLOUTS = 4, 4, 1, 3
 _GENERATION_S = 0.03

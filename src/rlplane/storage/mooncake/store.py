@@ -20,8 +20,6 @@ from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.mooncake.sharing import SharedMooncake
 from rlplane.storage.places import Loss, UnitsDiedError
 
-__all__ = ["MooncakeStore"]
-
 # What Mooncake answers: not there; no memory for it; the process that holds it, or the master, cannot be
 # reached.
 _NOT_FOUND, _NO_ROOM = -704, -200

@@ -22,8 +22,6 @@ from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.host import read_spare, write_spare
 from rlplane.storage.shm.mapping import Segments
 
-__all__ = ["ShmStorage"]
-
 # Below this a copy is cheaper than a mapping of the reader's own.
 _WORTH_MAPPING = 128 * 1024
 

@@ -24,8 +24,6 @@ from rlplane.storage.shm.arena import Arena
 from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.holes import discard_pages
 
-__all__ = ["ShmHost", "read_spare", "write_spare"]
-
 logger = logging.getLogger(__name__)
 
 _NO_SPARE = 0

@@ -26,8 +26,6 @@ from rlplane.storage.keyed import unit_of
 from rlplane.storage.places import Loss, UnitsDiedError
 from rlplane.storage.transfer_queue import theirs
 
-__all__ = ["StorageUnits"]
-
 _FIELD = "rlplane"
 # How long a unit may be silent before Ray is asked whether it still lives.
 _SILENT_MS = 1000
