@@ -27,7 +27,8 @@ _WORTH_MAPPING = 128 * 1024
 
 
 class ShmStorage:
-    """Shared memory of the plane in ``directory``, as client number ``client`` uses it."""
+    """The ``StorageClient`` of shared memory: that of the plane in ``directory``, as client number ``client``
+    uses it."""
 
     keeps_offsets = True
     is_remote = False
@@ -38,7 +39,6 @@ class ShmStorage:
         self._spare_file = os.open(directory.client_file(client), os.O_RDWR | os.O_CLOEXEC)
 
     def take_spare(self, place: Place) -> bool:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         with self._lock:
             fcntl.flock(self._spare_file, fcntl.LOCK_EX)
             try:
@@ -50,7 +50,6 @@ class ShmStorage:
                 fcntl.flock(self._spare_file, fcntl.LOCK_UN)
 
     def write(self, place: Place, columns: Sequence[EncodedColumn], deadline: float) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.check(place)
         if sum(column.nbytes for column in columns) > place.size:
             raise PlaneConnectionError(f"place {place.number} is too small for what was to be written")
@@ -62,7 +61,6 @@ class ShmStorage:
         """See :class:`~rlplane.storage.places.StorageClient`. The memory is free when the service says so."""
 
     def open(self, located: Located, lease: ReadLease) -> _LeasedPlaces:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         for place in located.places:
             self._segments.check(place)
         for block, (index, start, layout) in located.blocks.items():
@@ -74,7 +72,6 @@ class ShmStorage:
         return _LeasedPlaces(self._segments, located, lease)
 
     def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.check(place)
         if not 0 <= start <= start + nbytes <= place.size:
             raise PlaneConnectionError(
@@ -83,11 +80,9 @@ class ShmStorage:
         return self._segments.copy(place, start, nbytes)
 
     def detach(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         detach_all()
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.close()
         os.close(self._spare_file)
 

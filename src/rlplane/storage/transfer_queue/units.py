@@ -33,7 +33,8 @@ _SLOWEST_BYTES_PER_S = 50e6
 
 
 class StorageUnits:
-    """A client of all storage units of a plane. Usable from several threads: each has sockets of its own.
+    """A ``ChunkStore``: a client of all storage units of a plane. Usable from several threads: each has
+    sockets of its own.
 
     Args:
         infos: TransferQueue's ``ZMQServerInfo`` of each unit, by rank.
@@ -57,7 +58,6 @@ class StorageUnits:
         self._local = threading.local()
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         memory = buffer.numpy()
         requests = {
             unit: {
@@ -72,7 +72,6 @@ class StorageUnits:
             raise UnitsDiedError(error.message, self._loss(error.unit)) from error
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         by_unit = self._by_unit(chunks)
         requests = {
             unit: {"global_indexes": [chunk.key for chunk in mine], "fields": [_FIELD]}
@@ -102,7 +101,6 @@ class StorageUnits:
         copy_all(copies)
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         requests = {
             unit: {"global_indexes": [chunk.key for chunk in mine]}
             for unit, mine in self._by_unit(chunks).items()
@@ -116,7 +114,6 @@ class StorageUnits:
                 del requests[error.unit]
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         if self._pid == os.getpid():
             self._context.destroy(linger=0)
 
