@@ -28,8 +28,6 @@ from rlplane.control.samples import SampleTable
 from rlplane.control.steps import StepKey, Steps, divided
 from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, StepOverError
 
-__all__ = ["Claims"]
-
 # Samples that match a condition are counted up to this many, for a status.
 _MOST_COUNTED = 10_000
 

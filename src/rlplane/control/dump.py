@@ -24,17 +24,6 @@ from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "SavedField",
-    "SavedPartition",
-    "SavedState",
-    "SavedTask",
-    "StateDump",
-    "block_names",
-    "read_turns",
-]
-
 SCHEMA_VERSION = 2
 
 

@@ -29,8 +29,6 @@ from rlplane.control.state import ControlState
 from rlplane.control.steps import StepKey
 from rlplane.errors import CheckpointError
 
-__all__ = ["BlockSize", "StateLoader", "pieces_of"]
-
 # Built within some ten milliseconds.
 _SAMPLES_AT_ONCE = 4096
 _encode = msgspec.msgpack.Encoder().encode

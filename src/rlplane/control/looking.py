@@ -18,8 +18,6 @@ from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
 from rlplane.control.tag_index import TagIndex
 
-__all__ = ["Looking"]
-
 # Keys take eight bytes per row and order.
 _MOST_ORDERS = 16
 

@@ -17,8 +17,6 @@ from rlplane.control.arrays import filled, grown
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 
-__all__ = ["KnownKeys", "OrderedRowQueue"]
-
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
 # Merging two runs of this length takes some ten milliseconds, in which nobody else is served.

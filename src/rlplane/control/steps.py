@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["SavedStep", "Step", "StepKey", "Steps", "divided"]
-
 
 class StepKey(NamedTuple):
     """A step of a task."""
