@@ -17,9 +17,68 @@ import msgspec
 
 from rlplane import errors
 from rlplane.control.rules import PartitionSpec
-from rlplane.storage.places import FieldRows as FieldRows  # part of the protocol, as is Located
-from rlplane.storage.places import Layout, Loss, Place
-from rlplane.storage.places import Located as Located
+from rlplane.storage.places import FieldRows, Layout, Located, Loss, Place
+
+__all__ = [
+    "CHANGES",
+    "PROTOCOL_VERSION",
+    "Abandon",
+    "Advance",
+    "Answer",
+    "ClaimRequest",
+    "Claimed",
+    "Clear",
+    "CloseGroup",
+    "Commit",
+    "Consumed",
+    "Count",
+    "Describe",
+    "Described",
+    "Done",
+    "DropPartition",
+    "Envelope",
+    "Evicted",
+    "Failure",
+    "FieldRows",
+    "Finish",
+    "Freeze",
+    "Frozen",
+    "FrozenBlocks",
+    "FrozenPiece",
+    "FrozenPlane",
+    "Goodbye",
+    "Hello",
+    "Inspect",
+    "ListIds",
+    "Locate",
+    "Located",
+    "Lost",
+    "MarkClaimed",
+    "Peek",
+    "Register",
+    "Release",
+    "Request",
+    "Reserve",
+    "Reserved",
+    "Restore",
+    "RestorePiece",
+    "ServiceStatus",
+    "ShouldAbort",
+    "Shutdown",
+    "Status",
+    "Unclaim",
+    "Unload",
+    "Unreserve",
+    "Welcome",
+    "Withdraw",
+    "answer_decoder",
+    "encode",
+    "envelope_decoder",
+    "error_of",
+    "failure_of",
+    "hello_decoder",
+    "notice_decoder",
+]
 
 PROTOCOL_VERSION = 3
 
