@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["write_atomically"]
-
 
 def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object], *, mode: int = 0o666) -> None:
     """Write ``content``, or what it writes into the file it is called with, and only then give it the name.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from contextvars import ContextVar, Token
 
-__all__ = ["CallTimes", "open_account", "timed_call"]
-
 
 class CallTimes:
     """Seconds of one call. ``waiting_s`` is the time in which the service had the request and waited: a claim

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 
-__all__ = ["warn_caller"]
-
 
 def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn as if by the code outside of rlplane that made this call."""

@@ -40,8 +40,6 @@ from rlplane.service.in_process import InProcessConnection
 from rlplane.storage.sums import RowChecks
 from rlplane.transfer_stats import TransferStats
 
-__all__ = ["AsyncPlaneClient"]
-
 # Moving this much takes about as long as handing it to a thread and back.
 _WORTH_A_THREAD = 256 * 1024
 _HELPERS = 4

@@ -22,8 +22,6 @@ from rlplane.storage.checkpoint import Checkpoint, read_checkpoint, write_checkp
 from rlplane.storage.layout import EncodedColumn, with_offsets_in_layout
 from rlplane.storage.places import Layout
 
-__all__ = ["PeriodicCheckpoints", "latest_checkpoint", "load_plane", "save_plane"]
-
 logger = logging.getLogger(__name__)
 
 _NAME = "checkpoint-{:08d}"

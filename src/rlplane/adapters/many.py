@@ -18,8 +18,6 @@ from rlplane.service.parts import are_many, in_parts
 from rlplane.storage.joining import joined
 from rlplane.storage.places import Located
 
-__all__ = ["clear", "locate_many", "name", "should_abort", "unclaim"]
-
 # How often a read is made anew that others have written into. Then it is asked for in one go, and holds them
 # up.
 _ATTEMPTS = 4

@@ -14,8 +14,6 @@ import msgspec
 
 from rlplane.service import protocol as wire
 
-__all__ = ["Call", "Exchange", "MoveBytes", "Step", "Undo", "ask"]
-
 T = TypeVar("T")
 A = TypeVar("A")
 

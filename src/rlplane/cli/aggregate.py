@@ -6,8 +6,6 @@ from pathlib import Path
 
 from rlplane.cli.options import Flag
 
-__all__ = ["aggregate"]
-
 
 def aggregate(
     *,

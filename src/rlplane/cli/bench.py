@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rlplane_benchmarks import BenchResult
     from rlplane_benchmarks.progress import Progress
 
-__all__ = ["bench"]
-
 # A factor for bytes and counts, with which the tests run the whole bench on a small scale. It is not for
 # users: figures of a small scale say nothing.
 SCALE_VARIABLE = "RLPLANE_BENCH_SCALE"

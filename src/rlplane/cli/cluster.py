@@ -23,8 +23,6 @@ import msgspec
 
 from rlplane.metrics.discovery import RunInfo
 
-__all__ = ["ClusterRuns"]
-
 logger = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "rlplane.adapters.transfer_queue.runs")

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import cyclopts
 
-__all__ = ["COMMANDS", "Command", "build_app"]
-
 
 class Command(NamedTuple):
     """What a command does in one line, and one call that works."""

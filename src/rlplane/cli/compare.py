@@ -20,8 +20,6 @@ from rlplane.metrics.snapshot import GRIDS, MetricsSnapshot, SeriesStat, Timelin
 from rlplane.viewing.grid import full_counts, percentile
 from rlplane.viewing.units import format_bytes, format_full_count, format_ns
 
-__all__ = ["Change", "Comparison", "compare_runs", "render_comparison"]
-
 Verdict = Literal["worse", "better", "same", "unknown"]
 
 _SMALLEST = 0.05

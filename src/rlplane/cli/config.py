@@ -9,8 +9,7 @@ from typing import Any
 from rlplane.cli.options import Flag, Json, resolve_config
 from rlplane.cli.output import write_json, write_text
 from rlplane.config import EXEMPLARS, KEYS, exemplar_text
-
-__all__ = ["config"]
+from rlplane.viewing.units import format_bytes
 
 
 def config(
@@ -60,7 +59,7 @@ def to_toml(resolved: Mapping[str, Any]) -> str:
 
 
 def _toml_line(name: str, value: Any) -> str:
-    comment = f"  # {_binary_size(value)}" if name in KEYS and KEYS[name].is_size else ""
+    comment = f"  # {format_bytes(value)}" if name in KEYS and KEYS[name].is_size else ""
     return f"{name} = {_toml_value(_printable(value))}{comment}"
 
 
@@ -80,12 +79,3 @@ def _printable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_printable(item) for item in value]
     return value if isinstance(value, (str, int, float, bool)) else repr(value)
-
-
-def _binary_size(size: int) -> str:
-    value, unit = float(size), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:g} {unit}"

@@ -22,8 +22,6 @@ from rlplane.metrics.discovery import runtime_directory
 from rlplane.transport.gate import choose_token
 from rlplane.viewing.feed import RunFeed
 
-__all__ = ["dash"]
-
 
 def dash(
     run: str | None = None,

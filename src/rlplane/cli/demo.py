@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rlplane.demo.job import Job, RunOutcome
     from rlplane.demo.settings import Settings
 
-__all__ = ["demo"]
-
 _Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 _NotNegative = Annotated[int, Parameter(validator=Number(gte=0))]
 _Letters = Annotated[int, Parameter(validator=Number(gte=3, lte=10))]

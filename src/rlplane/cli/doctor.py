@@ -6,8 +6,6 @@ from rlplane.cli.machine import check_machine
 from rlplane.cli.options import Flag, Json
 from rlplane.cli.outcome import ExitCode
 
-__all__ = ["doctor"]
-
 
 def doctor(*, clean: Flag = False, as_json: Json = False) -> ExitCode:
     """Check this machine. Exit code 4 if something would stop a plane.

@@ -7,8 +7,6 @@ from importlib.util import find_spec
 from rlplane.cli.outcome import ExitCode
 from rlplane.cli.output import wants_colour, write_json, write_text
 
-__all__ = ["check_machine"]
-
 _EXTRAS = {
     "cli": "cyclopts",
     "tui": "textual",

@@ -11,8 +11,6 @@ from cyclopts import Parameter
 from rlplane.config import load_config
 from rlplane.interfaces import DataPlaneConfig
 
-__all__ = ["Flag", "Json", "resolve_config"]
-
 Flag: TypeAlias = Annotated[bool, Parameter(negative="", show_default=False)]
 """A switch that is off unless it is given; there is no --no-… for it."""
 

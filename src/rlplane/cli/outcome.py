@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["CommandError", "ExitCode"]
-
 
 class ExitCode(enum.IntEnum):
     """What the shell is told."""

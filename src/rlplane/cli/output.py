@@ -9,15 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "JSON_SCHEMA_VERSION",
-    "note",
-    "stdout_is_terminal",
-    "wants_colour",
-    "write_json",
-    "write_text",
-]
-
 JSON_SCHEMA_VERSION = 1
 
 

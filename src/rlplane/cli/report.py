@@ -18,8 +18,6 @@ from rlplane.report import Report, render_html, render_text
 from rlplane.viewing.feed import HOW_TO_BE_SEEN, RunFeed, read_run
 from rlplane.viewing.units import printable
 
-__all__ = ["report"]
-
 _RUNS = Path("runs")
 
 

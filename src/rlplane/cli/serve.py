@@ -8,8 +8,6 @@ from rlplane.cli.options import resolve_config
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_text
 
-__all__ = ["serve"]
-
 
 def serve(source: str | None = None, /, *overrides: str) -> None:
     """Serve a shared-memory plane until Ctrl-C or SIGTERM. Its address goes to stdout.

@@ -9,8 +9,6 @@ from cyclopts import Parameter
 from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_text
 
-__all__ = ["stress"]
-
 
 def stress(
     *,

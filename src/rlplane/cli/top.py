@@ -16,8 +16,6 @@ from rlplane.cli.output import write_json
 from rlplane.errors import MissingExtraError
 from rlplane.viewing.feed import RunFeed
 
-__all__ = ["top"]
-
 
 def top(
     run: str | None = None,

@@ -12,8 +12,6 @@ from rlplane.cli.outcome import CommandError, ExitCode
 from rlplane.cli.output import note, write_json
 from rlplane.viewing.trace import EVENTS_NAME, find_records, write_run_trace
 
-__all__ = ["trace"]
-
 
 def trace(
     run: Path,

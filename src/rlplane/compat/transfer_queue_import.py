@@ -17,8 +17,6 @@ from types import ModuleType
 
 from rlplane.storage.transfer_queue.theirs import is_asked
 
-__all__ = ["install"]
-
 _THEIRS = "transfer_queue"
 _OURS = "rlplane.compat.transfer_queue"
 # Modules of theirs that are one file here.

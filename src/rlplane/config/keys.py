@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, inspect
 
-__all__ = ["KEYS", "NOT_READ", "REMOVED", "TABLES", "Key", "PlaneSettings"]
-
 _FINITE = sys.float_info.max
 Text = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1)]

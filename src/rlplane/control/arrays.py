@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["filled", "grown"]
-
 # Address space that a column of many rows is given at once; memory comes with what is written to it.
 _RESERVED_BYTES = 2**27
 _FEW_ROWS = 2**14

@@ -30,8 +30,6 @@ from rlplane.control.snapshots import ids_and_tags_of
 from rlplane.control.steps import StepKey, Steps, divided
 from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestError, StepOverError
 
-__all__ = ["Claims"]
-
 # Samples that match a condition are counted up to this many, for a status.
 _MOST_COUNTED = 10_000
 

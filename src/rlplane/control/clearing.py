@@ -11,8 +11,6 @@ import numpy as np
 from rlplane.control.fields import Rows
 from rlplane.control.partition import Partition
 
-__all__ = ["Clearing"]
-
 # Cleared in about ten milliseconds. A number and not a time: a journal that is repeated has the same slices.
 _SAMPLES_AT_ONCE = 8192
 _LARGE = 65_536  # rows of a partition that takes some time to free

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from rlplane.control.arrays import filled, grown
 from rlplane.control.rules import Condition
 
-__all__ = ["Conditions", "Look", "Matches", "TagTable", "key_of"]
-
 Rows = NDArray[np.int64]
 
 _UNKNOWN, _YES, _NO = 0, 1, 2

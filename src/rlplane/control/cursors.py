@@ -25,8 +25,6 @@ from rlplane.control.requests import NOBODY, Claim
 from rlplane.control.samples import STAMP_BITS, SampleTable
 from rlplane.errors import UnknownTaskError
 
-__all__ = ["Cursors", "QueueKey", "TaskCursor"]
-
 # Each queue costs a look at every write.
 _MOST_QUEUES = 16
 # Sorted into a queue within some ten milliseconds.

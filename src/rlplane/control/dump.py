@@ -24,18 +24,6 @@ from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "SavedField",
-    "SavedPartition",
-    "SavedState",
-    "SavedTask",
-    "StateDump",
-    "block_names",
-    "dump_state",
-    "read_turns",
-]
-
 SCHEMA_VERSION = 2
 
 
@@ -93,11 +81,6 @@ class SavedState(msgspec.Struct):
     version: int
     stamp: int
     partitions: list[SavedPartition]
-
-
-def dump_state(state: ControlState) -> bytes:
-    """All partitions with their samples, tags, places, cursors and unfinished claims."""
-    return b"".join(StateDump(state).pieces())
 
 
 class StateDump:

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from rlplane.control.arrays import filled, grown
 from rlplane.control.requests import LostRows
 
-__all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "pieces_of"]
-
 Rows = NDArray[np.int64]
 BlockRows = tuple[NDArray[np.int64], NDArray[np.int32]]
 """Rows of blocks: the block of each, and its position there."""

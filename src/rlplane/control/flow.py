@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from rlplane.control.arrays import grown
 from rlplane.control.fields import Rows
 
-__all__ = ["NEVER", "NO_TICKET", "FlowState", "SavedFlow"]
-
 NO_TICKET = -1
 _NO_TICKET = np.array(NO_TICKET)  # a comparison with an array takes half the time
 NEVER = -1

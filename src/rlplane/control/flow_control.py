@@ -15,8 +15,6 @@ from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
 from rlplane.control.samples import NO_ROWS, SampleTable
 
-__all__ = ["FlowControl"]
-
 
 class FlowControl:
     """The policy of a partition (:class:`~rlplane.control.policies.FlowPolicy`), applied."""

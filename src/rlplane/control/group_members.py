@@ -10,8 +10,6 @@ import numpy as np
 from rlplane.control.fields import Rows
 from rlplane.control.samples import SampleTable
 
-__all__ = ["GroupMembers"]
-
 
 class GroupMembers:
     """The groups of a partition. A group ends short by being given a smaller size."""

@@ -23,8 +23,6 @@ from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 if TYPE_CHECKING:
     from rlplane.control.making import GroupsInMaking
 
-__all__ = ["Group", "GroupQueue"]
-
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 # How many groups are looked at together: few at first, because most claims find theirs at the front.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["WaitingLine"]
-
 T = TypeVar("T")
 
 FIRST_PATIENCE_S = 0.1

@@ -29,8 +29,6 @@ from rlplane.control.state import ControlState
 from rlplane.control.steps import StepKey
 from rlplane.errors import CheckpointError
 
-__all__ = ["BlockSize", "StateLoader", "pieces_of", "restore_state"]
-
 # Built within some ten milliseconds.
 _SAMPLES_AT_ONCE = 4096
 _encode = msgspec.msgpack.Encoder().encode
@@ -55,7 +53,7 @@ class SavedPiece(msgspec.Struct):
 
 
 def pieces_of(data: bytes) -> Iterator[bytes]:
-    """What :func:`~rlplane.control.dump.dump_state` made, in pieces for a :class:`StateLoader`."""
+    """What a ``StateDump`` wrote, in pieces for a :class:`StateLoader`."""
     with _refusals():
         saved = msgspec.msgpack.decode(data, type=SavedState)
         if saved.version != SCHEMA_VERSION:
@@ -68,30 +66,6 @@ def pieces_of(data: bytes) -> Iterator[bytes]:
                 is_last = stop >= len(partition.ids)
                 some = _Cut(start, None if is_last else stop).partition(partition)
                 yield _encode(SavedPiece(saved.stamp, some, start == 0, is_last))
-
-
-def restore_state(
-    data: bytes,
-    numbers: Mapping[int, int],
-    blocks: Mapping[int, BlockSize],
-    capacity: int | None,
-    *,
-    release_claims: bool = False,
-) -> ControlState:
-    """Build a state at once.
-
-    Args:
-        data: What :func:`~rlplane.control.dump.dump_state` made.
-        numbers: The block numbers of this plane for those in ``data``.
-        blocks: How large each block in ``data`` is.
-        capacity: Of this plane.
-        release_claims: Hand out again what had been claimed and not finished.
-    """
-    loader = StateLoader(capacity)
-    loader.add_blocks(numbers, blocks)
-    for piece in pieces_of(data):
-        loader.add(piece)
-    return loader.finish(release_claims=release_claims)
 
 
 class _Cut:

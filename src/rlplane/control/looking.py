@@ -19,8 +19,6 @@ from rlplane.control.samples import SampleTable
 from rlplane.control.snapshots import ids_and_tags_of
 from rlplane.control.tag_index import TagIndex
 
-__all__ = ["Looking"]
-
 # Keys take eight bytes per row and order.
 _MOST_ORDERS = 16
 

@@ -10,8 +10,6 @@ from rlplane.control.fields import Rows
 from rlplane.control.partition import Partition
 from rlplane.control.requests import LostRows
 
-__all__ = ["Losing"]
-
 
 class Losing:
     """Which rows of which blocks are lost, which partitions are still to be looked at, and how many samples

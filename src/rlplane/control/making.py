@@ -18,8 +18,6 @@ from rlplane.control.samples import STAMP_BITS
 if TYPE_CHECKING:
     from rlplane.control.cursors import Cursors, QueueKey, TaskCursor
 
-__all__ = ["GroupsInMaking"]
-
 _ROWS_AT_ONCE = 2048
 
 

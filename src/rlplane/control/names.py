@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Names"]
-
 _MOVED_AT_ONCE = 1024
 # A dictionary that grows beyond this is copied, which takes twenty milliseconds, and twice as long each time
 # that it has become twice as large.

@@ -14,8 +14,6 @@ from rlplane.control.groups import Group, GroupQueue
 from rlplane.control.policies import Order
 from rlplane.control.queues import Rows, RowTable
 
-__all__ = ["OrderedQueue"]
-
 _STALE = Group([], 0)
 _STALE.whole = False
 

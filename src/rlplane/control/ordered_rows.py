@@ -18,8 +18,6 @@ from rlplane.control.conditions import Look
 from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
 
-__all__ = ["KnownKeys", "LongFront", "OrderedRowQueue"]
-
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
 # Merging two runs to one of this length takes some ten milliseconds, in which nobody else is served.

@@ -33,8 +33,6 @@ from rlplane.errors import (
     UnknownTaskError,
 )
 
-__all__ = ["TIMEOUT", "Partition"]
-
 # Up to this many references are counted faster one by one than by numpy.unique.
 _FEW = 256
 TIMEOUT = "timeout"

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["LENGTH_TAG", "FlowPolicy", "Order", "tokens_of"]
-
 LENGTH_TAG = "input_lengths"
 _SIMPLE_NUMBERS = {int, float, bool}
 _ORDERS = "fifo, lifo, priority:<tag> or random:<seed>"

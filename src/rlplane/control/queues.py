@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
 
-__all__ = ["ReadyQueue", "RowQueue", "RowTable"]
-
 Rows = NDArray[np.int64]
 Match = Callable[[Rows], NDArray[np.bool_]]
 """For each row, whether it may be taken."""

@@ -22,8 +22,6 @@ from rlplane.errors import DataPlaneError, InvalidRequestError
 if TYPE_CHECKING:
     from rlplane.control.staging import Staging
 
-__all__ = ["NOBODY", "Batch", "Claim", "Effects", "LostRows", "Put"]
-
 NOBODY = -1
 """The owner of what no client has written or holds."""
 

@@ -16,20 +16,6 @@ import msgspec
 from rlplane.control.policies import FlowPolicy
 from rlplane.errors import InvalidRequestError, UnknownFieldError
 
-__all__ = [
-    "Condition",
-    "PartitionSpec",
-    "check_claim",
-    "check_ids",
-    "check_names",
-    "check_timeout",
-    "compile_where",
-    "group_name",
-    "group_of",
-    "own_group_size",
-    "why_nothing_matches",
-]
-
 Condition = Callable[[dict[str, Any]], bool]
 
 

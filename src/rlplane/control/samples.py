@@ -20,8 +20,6 @@ from rlplane.control.rules import PartitionSpec
 from rlplane.control.snapshots import Snapshot
 from rlplane.errors import MissingDataError, SamplesLostError, UnknownFieldError
 
-__all__ = ["NO_ROWS", "STAMP_BITS", "SampleTable", "rows_by_birth", "some"]
-
 _MOST_NEW_ROWS = 2**15  # so that one put never waits until memory for very many rows is there
 STAMP_BITS = 32  # of the place in an event; the event is above them
 _MANY_ROWS = 65_536  # their numbers are in the columns, from which many are read faster than from a dict

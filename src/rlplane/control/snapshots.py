@@ -14,8 +14,6 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SampleColumn", "Snapshot", "are_many", "ids_and_tags_of", "ids_of"]
-
 Rows = NDArray[np.int64]
 _MANY = 65_536  # of more than these, to make lists takes more than some ten milliseconds
 

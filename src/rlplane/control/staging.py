@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rlplane.control.partition import Partition
     from rlplane.control.tag_index import TagIndex
 
-__all__ = ["Staging"]
-
 # Made ready in some milliseconds. A number and not a time: a journal that is repeated has the same slices.
 _SAMPLES_AT_ONCE = 4096
 

@@ -11,8 +11,6 @@ from rlplane.control.requests import Claim
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["SavedStep", "Step", "StepKey", "Steps", "check_ranks", "divided"]
-
 
 class StepKey(NamedTuple):
     """A step of a task."""

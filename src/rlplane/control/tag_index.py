@@ -12,8 +12,6 @@ from typing import Any
 
 from rlplane.control.rules import compile_where
 
-__all__ = ["TagIndex"]
-
 
 class TagIndex:
     """Rows by the value of one tag. A row without the tag is not in it."""

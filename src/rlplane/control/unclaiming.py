@@ -10,8 +10,6 @@ from rlplane.control.fields import Rows
 from rlplane.control.partition import Partition
 from rlplane.control.samples import NO_ROWS
 
-__all__ = ["Unclaiming"]
-
 # Given back in about ten milliseconds. A number and not a time: a journal that is repeated has the same
 # slices.
 _SAMPLES_AT_ONCE = 8192

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rlplane.demo.job import Death
 from rlplane.demo.results import mean
 from rlplane.viewing.units import format_bytes
 
-__all__ = ["Display", "choose_display"]
-
 _BARS = " ▁▂▃▄▅▆▇█"
 _RECENT = 10
 
 
-class Display(Protocol):
-    """Is told of every step and of every worker that died."""
-
-    def step(self, step: dict[str, Any]) -> None: ...
-    def death(self, death: Death) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc_info: Any) -> None: ...
-
-
-def choose_display(total: int, quiet: bool) -> Display:
-    """The live panel where stdout and stderr are looked at, else lines on stderr."""
+def choose_display(total: int, quiet: bool) -> LineDisplay | LiveDisplay:
+    """What is told of every step and of every worker that died: the live panel where stdout and stderr are
+    looked at, else lines on stderr."""
     return LiveDisplay(total) if sys.stdout.isatty() and not quiet else LineDisplay(total)
 
 

@@ -29,17 +29,6 @@ from rlplane.metrics.publisher import FINAL_SNAPSHOT_NAME
 if TYPE_CHECKING:
     from rlplane.report import Report
 
-__all__ = [
-    "Death",
-    "DemoError",
-    "Job",
-    "RunOutcome",
-    "SampleBalance",
-    "checkpoint_of",
-    "earlier_run",
-    "engine_config",
-]
-
 RUN_NAME, PLANE_NAME, CHECKPOINTS_NAME = "run.json", "plane", "checkpoints"
 ENGINE_LOG_NAME = "engine.log"
 _REMAINING = "left over at the end"

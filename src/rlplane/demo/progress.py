@@ -10,8 +10,6 @@ from typing import Any, Self
 from rlplane import DataPlaneClient
 from rlplane.demo.settings import PROGRESS
 
-__all__ = ["ProgressReader", "steps_in"]
-
 _LONG_S = 24 * 3600.0
 _END_S = 30.0
 _END = "end-of-reports"

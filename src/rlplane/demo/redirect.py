@@ -7,8 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 
-__all__ = ["redirected"]
-
 
 @contextlib.contextmanager
 def redirected(descriptor: int, target: int) -> Iterator[None]:

@@ -16,8 +16,6 @@ from rlplane.report import render_html, render_text
 from rlplane.report.svg import line_plot
 from rlplane.viewing.trace import find_records, write_run_trace
 
-__all__ = ["mean", "summarise", "write_results"]
-
 _ENDS = 20
 _SVG_STYLE = (
     "<style>svg{background:#fff;font-family:sans-serif}.line{fill:none;stroke:#2563eb;stroke-width:1.5}"

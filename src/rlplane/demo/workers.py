@@ -22,8 +22,6 @@ from rlplane.demo.stages import rollout, score
 from rlplane.demo.trainer import train
 from rlplane.interfaces import ADDRESS_VARIABLE
 
-__all__ = ["Worker", "prepare_processes", "start_worker"]
-
 _STAGES: dict[str, Callable[..., None]] = {"rollout": rollout, "score": score, "train": train}
 # Where cores are few, the trainer and the plane go first, and rollouts get the rest of the CPU time.
 _NICENESS = {"train": 0, "score": 5, "rollout": 10}

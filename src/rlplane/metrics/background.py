@@ -20,8 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-__all__ = ["BackgroundThread", "call_after_fork"]
-
 logger = logging.getLogger(__name__)
 
 # How long a process that ends without closing waits for each of its threads.

@@ -11,8 +11,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HIGHEST_TRACKABLE", "HdrCounts"]
-
 HIGHEST_TRACKABLE = 3_600_000_000_000  # An hour in nanoseconds.
 
 Int64Array = npt.NDArray[np.int64]

@@ -24,8 +24,6 @@ from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 if TYPE_CHECKING:
     from rlplane.report import Report
 
-__all__ = ["AggregatorHandle", "begin_session", "end_process", "spawn_aggregator", "start_aggregator"]
-
 EVENT_LOG_NAME = "events.jsonl"
 
 

@@ -23,8 +23,6 @@ from typing import Literal, TypeAlias
 
 from rlplane.metrics.events import SampleEvent
 
-__all__ = ["EmitTrigger", "LifecycleStep", "MetricsTable", "SampleRow", "StepKind"]
-
 StepKind: TypeAlias = Literal["written", "claimed", "reclaimed", "cleared", "failed"]
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,6 @@ from rlplane.metrics.snapshot import (
     WorkerOpStat,
 )
 
-__all__ = ["LabelSet", "OperationStats"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -20,8 +20,6 @@ from rlplane.errors import ConfigError
 from rlplane.metrics.snapshot import MetricsSnapshot
 from rlplane.transport import MessagePublisher
 
-__all__ = ["FINAL_SNAPSHOT_NAME", "MetricsPublisher", "read_final_snapshot"]
-
 FINAL_SNAPSHOT_NAME = "final_snapshot.json"
 
 logger = logging.getLogger(__name__)

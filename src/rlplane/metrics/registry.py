@@ -39,8 +39,6 @@ from rlplane.metrics.values import (
     order_statistics,
 )
 
-__all__ = ["CounterSampler", "GaugeSampler", "MetricsRegistry", "SeriesSampler"]
-
 N_BUCKETS = 32
 RATE_WINDOW_S = 3.0
 _GRID_EDGES = {unit: np.array(edges, np.float64) for unit, edges in GRIDS.items()}

@@ -55,8 +55,6 @@ from rlplane.metrics.snapshot import (
 from rlplane.metrics.timeline import Timeline
 from rlplane.metrics.values import DEFAULT_MAX_IN_MEMORY
 
-__all__ = ["RunState"]
-
 # A worker that sends nothing for this long, not even a heartbeat, is shown as silent.
 SILENT_AFTER_S = 5.0
 

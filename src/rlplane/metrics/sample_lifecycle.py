@@ -30,8 +30,6 @@ from rlplane.metrics.snapshot import (
     TimelinePoint,
 )
 
-__all__ = ["TRACKED_SAMPLES_FAILED", "SampleLifecycle", "WorkerSamples"]
-
 TRACKED_SAMPLES_FAILED = "tracked_samples_failed"
 
 

@@ -10,8 +10,6 @@ from msgspec import structs
 
 from rlplane.metrics.snapshot import MAX_TIMELINE, TimelinePoint
 
-__all__ = ["Timeline"]
-
 _NOT_SUMMED = {"elapsed_s", "seconds", "samples_held", "bytes_held"}
 _SUMMED = tuple(name for name in TimelinePoint.__struct_fields__ if name not in _NOT_SUMMED)
 

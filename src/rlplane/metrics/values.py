@@ -19,8 +19,6 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DEFAULT_MAX_IN_MEMORY", "ValueLog", "ValueStore", "count_below", "order_statistics"]
-
 DEFAULT_MAX_IN_MEMORY = 4_000_000
 
 Int64Array = npt.NDArray[np.int64]

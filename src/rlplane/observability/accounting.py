@@ -14,8 +14,6 @@ from rlplane.observability.operation import AddedBytes, Advanced, Claimed, Clear
 from rlplane.observability.outstanding import JUMP_FACTOR, OutstandingBytes
 from rlplane.observability.sizes import measure
 
-__all__ = ["Accounting"]
-
 _MANY_PARTITIONS = 4096
 
 

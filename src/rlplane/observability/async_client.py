@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from rlplane.interfaces import DataPlaneConfig
     from rlplane.storage.sums import RowChecks
 
-__all__ = ["AsyncMetricsDataPlaneClient", "wrap_async_with_observability"]
-
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 

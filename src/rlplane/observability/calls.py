@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from rlplane.batch_meta import KVBatchMeta
 
-__all__ = ["Call", "ContractMethod"]
-
 
 class Call(msgspec.Struct, gc=False):
     """An operation as it begins. ``effect`` says from the result (None: it failed) what it did to the

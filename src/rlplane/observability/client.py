@@ -39,8 +39,6 @@ from rlplane.transfer_stats import TransferStats
 if TYPE_CHECKING:
     from rlplane.observability.own_aggregator import OwnAggregator
 
-__all__ = ["MetricsDataPlaneClient", "log_event"]
-
 logger = logging.getLogger("rlplane.observability")
 
 Method = TypeVar("Method", bound=Callable[..., Any])

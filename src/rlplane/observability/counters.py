@@ -6,8 +6,6 @@ from collections import deque
 
 from rlplane.observability.operation import Operation
 
-__all__ = ["OperationCounters"]
-
 # How many of the last times of an interval its percentiles are taken from.
 _KEPT = 2048
 _WAITING_OPS = ("claim_meta", "put")

@@ -35,8 +35,6 @@ from rlplane.sinks.isolated import IsolatedConsumer
 if TYPE_CHECKING:
     from rlplane.observability.engine_monitor import EngineMonitor
 
-__all__ = ["TelemetryDispatcher"]
-
 logger = logging.getLogger("rlplane.observability")
 
 # An operation that finds this many others in the queue processes them by itself.

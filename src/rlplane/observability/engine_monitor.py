@@ -19,8 +19,6 @@ from rlplane.metrics.events import TransferRecord as TransferReport
 from rlplane.observability.dispatcher import TelemetryDispatcher
 from rlplane.transfer_stats import TransferStats
 
-__all__ = ["EngineMonitor"]
-
 logger = logging.getLogger("rlplane.observability")
 
 _TICK_S = 1.0

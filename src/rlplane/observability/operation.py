@@ -19,25 +19,6 @@ if TYPE_CHECKING:
 
     from rlplane.batch_meta import KVBatchMeta
 
-__all__ = [
-    "AddedBytes",
-    "Advanced",
-    "Claimed",
-    "Cleared",
-    "DataPlaneEvent",
-    "Effect",
-    "ErrorDescription",
-    "EventStatus",
-    "Operation",
-    "Put",
-    "Reset",
-    "as_ids",
-    "describe_error",
-    "put_effect",
-    "sink_record",
-    "step_values",
-]
-
 EventStatus = Literal["ok", "error", "timeout"]
 ErrorDescription: TypeAlias = tuple[Literal["timeout", "error"], tuple[str, str]]
 """The status of the event, and the error's type and message."""

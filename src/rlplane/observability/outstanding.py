@@ -20,8 +20,6 @@ from itertools import chain, repeat
 
 from rlplane.observability.sizes import ColumnSize
 
-__all__ = ["JUMP_FACTOR", "DataPlaneStats", "OutstandingBytes"]
-
 # Bytes per key are said to jump when a put has this many times the most that its fields ever had before.
 JUMP_FACTOR = 4
 # Above these numbers, empty ones are forgotten: some jobs use new names in every step.

@@ -29,8 +29,6 @@ from rlplane.metrics.event_publisher import METRICS_ADDRESS_VARIABLE, OFF, FindA
 from rlplane.metrics.events import SessionEvent
 from rlplane.metrics.launcher import begin_session, end_process, spawn_aggregator
 
-__all__ = ["OF_THE_PLANE", "OwnAggregator", "SpansMachines", "find_address", "plane_name", "way_to"]
-
 logger = logging.getLogger("rlplane.observability")
 
 OF_THE_PLANE = "plane"

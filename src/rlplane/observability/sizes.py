@@ -11,22 +11,13 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
-
-__all__ = [
-    "LARGE_VIEW_FACTOR",
-    "LARGE_VIEW_FLOOR",
-    "ColumnSize",
-    "NotedSizes",
-    "measure",
-    "note",
-    "object_bytes",
-]
 
 NotedSizes: TypeAlias = list[tuple[Any, ...]]
 """What :func:`note` took down, one tuple per column: see :func:`measure` for the three shapes they have."""
@@ -39,6 +30,7 @@ LARGE_VIEW_FLOOR = 1 << 16
 _SMALL = 64  # Up to here a Python list is faster than an array.
 
 
+@dataclass(slots=True, eq=False)
 class ColumnSize:
     """The size of one field in one put.
 
@@ -46,23 +38,12 @@ class ColumnSize:
     ``ends[i]`` to ``ends[i + 1]`` if there are ends. ``leaves`` has the bytes of a tree by leaf.
     """
 
-    __slots__ = ("counts", "ends", "leaves", "name", "total", "unit")
-
-    def __init__(
-        self,
-        name: str,
-        total: int,
-        unit: int,
-        counts: Any = None,
-        ends: Any = None,
-        leaves: Mapping[str, int] | None = None,
-    ) -> None:
-        self.leaves = leaves
-        self.name = name
-        self.total = total
-        self.unit = unit
-        self.counts = counts
-        self.ends = ends
+    name: str
+    total: int
+    unit: int
+    counts: Any = None
+    ends: Any = None
+    leaves: Mapping[str, int] | None = None
 
     def by_leaf(self) -> dict[str, int]:
         """The bytes by leaf, as in ``{"mm.pixel_values": 4096}``; of what is no tree, by its name."""

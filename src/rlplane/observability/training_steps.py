@@ -15,8 +15,6 @@ from rlplane.call_times import CallTimes
 from rlplane.errors import InvalidRequestError
 from rlplane.metrics.events import StepOp, StepRecord
 
-__all__ = ["StepClock", "TrainingStep", "checked_scalars"]
-
 Finish = Callable[[StepRecord], None]
 
 

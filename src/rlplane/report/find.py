@@ -12,8 +12,6 @@ from rlplane.report.model import Report
 if TYPE_CHECKING:
     from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 
-__all__ = ["find_report"]
-
 
 def find_report(
     run_id: str | None = None,

@@ -20,8 +20,6 @@ from rlplane.viewing.units import (
     format_value,
 )
 
-__all__ = ["render_html"]
-
 _MAX_HISTOGRAMS = 24
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -24,8 +24,6 @@ from rlplane.metrics.snapshot import (
 )
 from rlplane.viewing.operations import OP_COUNTERS, by_operation
 
-__all__ = ["REPORT_SCHEMA_VERSION", "FieldTotal", "Flow", "OpSummary", "Report"]
-
 REPORT_SCHEMA_VERSION = 1
 
 _AS_IN_THE_SNAPSHOT = (

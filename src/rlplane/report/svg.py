@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 
-__all__ = ["bar_plot", "line_plot"]
-
 _WIDTH, _HEIGHT = 440, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 10, 12, 26
 

@@ -16,8 +16,6 @@ from rlplane.viewing.units import (
     format_value,
 )
 
-__all__ = ["Table", "tables"]
-
 _WAITS = "op_wait"
 
 

@@ -8,8 +8,6 @@ from rlplane.report.model import Report
 from rlplane.report.tables import Table, tables
 from rlplane.viewing.units import format_bytes, format_duration, format_full_count, format_share
 
-__all__ = ["LOG_LINES_SHOWN", "headline", "render_text"]
-
 _ROWS_SHOWN = 40
 LOG_LINES_SHOWN = 20
 

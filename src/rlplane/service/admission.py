@@ -16,8 +16,6 @@ from rlplane.control.partition import Partition
 if TYPE_CHECKING:
     from rlplane.service.clients import PendingRequest
 
-__all__ = ["WaitingReservation", "is_for_live_samples", "may_use", "share_for_live"]
-
 DEFAULT_RESERVE_FOR_LIVE = 0.1
 
 

@@ -25,8 +25,6 @@ from rlplane.service.connection import encoded
 from rlplane.service.framing import LONGEST, Inbox, message
 from rlplane.service.parts import in_parts
 
-__all__ = ["AsyncChannel", "AsyncConnection", "SocketChannel"]
-
 _PIECE = 256 * 1024
 _PIECES_AT_ONCE = 8  # read before others get their turn on the loop
 _LONGEST_TIMER_S = 86_400.0

@@ -16,8 +16,6 @@ from rlplane.control.requests import Effects
 from rlplane.service.dead_rows import DeadRows
 from rlplane.storage.places import Layout, Place, StorageHost
 
-__all__ = ["Block", "BlockTable"]
-
 Block = tuple[int, int, Layout]
 """The number of its place, where it begins in there, and what its bytes mean."""
 

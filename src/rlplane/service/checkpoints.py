@@ -23,8 +23,6 @@ from rlplane.service.long_work import ClearWork
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["Checkpoints", "DumpApart", "Loading"]
-
 # Of a frozen plane: what takes some ten milliseconds to write, to send and to read.
 _PIECE_BYTES = 2**20
 _MANY_SAMPLES = 10_000  # a fork takes less time than to copy more than these

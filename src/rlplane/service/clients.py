@@ -14,8 +14,6 @@ from rlplane.storage.places import Place
 if TYPE_CHECKING:
     from rlplane.service.checkpoints import Loading
 
-__all__ = ["Client", "Granted", "NamedSamples", "PendingRequest"]
-
 _CHANNELS_REMEMBERED = 1024
 _ABANDONED_REMEMBERED = 256
 

@@ -13,8 +13,6 @@ from rlplane.service import protocol as wire
 from rlplane.service.block_table import Block
 from rlplane.storage.places import Layout
 
-__all__ = ["check_turns", "checked_sizes"]
-
 
 def checked_sizes(body: wire.Commit, room: int, *, checks_ids: bool = True) -> list[int]:
     """The size of each block of a commit, which comes from another process and is not trusted. Very many ids

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from rlplane.storage.places import Layout
 
-__all__ = ["DeadRows"]
-
 ReadOffsets = Callable[[int, int], NDArray[np.int64]]
 """Numbers that are in a place: where they begin, and how many they are."""
 

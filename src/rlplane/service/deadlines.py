@@ -7,8 +7,6 @@ from collections.abc import Collection
 
 from rlplane.service.clients import PendingRequest
 
-__all__ = ["Deadlines"]
-
 _MANY = 1024
 
 

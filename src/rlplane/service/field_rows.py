@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from rlplane.control.fields import Pieces
 from rlplane.service import protocol as wire
 
-__all__ = ["field_rows"]
-
 _FEW_ROWS = 64
 
 

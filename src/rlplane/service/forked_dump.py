@@ -15,8 +15,6 @@ import select
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-__all__ = ["ForkedDump", "ForkedDumps", "run_in_child"]
-
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**20

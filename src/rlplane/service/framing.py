@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["LONGEST", "Inbox", "MessageTooLong", "begun_message", "ended_message", "message"]
-
 _HEADER = struct.Struct("<IQ")  # length of the body, number of the request
 LONGEST = 2**32 - 1  # body that a header can announce
 

@@ -23,8 +23,6 @@ from rlplane.service.connection import encoded
 from rlplane.service.core import ControlService
 from rlplane.storage.places import StorageHost
 
-__all__ = ["InProcessChannel", "InProcessConnection", "LocalService"]
-
 Listener: TypeAlias = Callable[[int, bytes | None], None]
 
 _LOOK_S = 0.1

@@ -29,8 +29,6 @@ from rlplane.errors import CheckpointError
 from rlplane.service.forked_dump import run_in_child
 from rlplane.storage.places import Loss, Place
 
-__all__ = ["Journal", "Record", "read_records"]
-
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<II")  # length of the records, their checksum

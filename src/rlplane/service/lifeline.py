@@ -12,8 +12,6 @@ from collections import deque
 from rlplane.service import protocol as wire
 from rlplane.service.framing import message
 
-__all__ = ["Lifeline"]
-
 _GOODBYE_S = 5.0
 _LONGEST_POLL_MS = 3_600_000
 

@@ -10,8 +10,6 @@ from rlplane.control.snapshots import SampleColumn
 from rlplane.service import protocol as wire
 from rlplane.service.framing import LONGEST, begun_message, ended_message
 
-__all__ = ["LongAnswer", "is_long_answer"]
-
 _COLUMNS = (list, SampleColumn)
 _MANY = 65_536  # samples, whose names are encoded within a few milliseconds
 _AT_ONCE = 32_768  # fewer than 2**16, so that the size of an encoded slice's header is known

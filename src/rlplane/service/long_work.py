@@ -22,8 +22,6 @@ from rlplane.storage.places import Loss
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["ClearWork", "LongWork", "LossWork", "StalePlaceError", "UnclaimWork"]
-
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8192  # blocks or rows that are looked at within some ten milliseconds

@@ -12,8 +12,6 @@ from rlplane.storage import keyed
 from rlplane.storage.places import Layout, Loss, Place
 from rlplane.storage.rows import pieces_in, row_bounds
 
-__all__ = ["lost_rows"]
-
 
 def lost_rows(
     blocks: Mapping[int, tuple[int, int, Layout]], places: Mapping[int, Place], loss: Loss

@@ -6,8 +6,6 @@ from rlplane.errors import InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.clients import Client
 
-__all__ = ["names_of", "note_names", "take_names"]
-
 
 def note_names(held: Client, body: wire.Naming | wire.Unname) -> wire.Done:
     """Take some more names, or forget those that have come."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-__all__ = ["are_many", "in_parts"]
-
 # Named by one request: it is decoded and served within some ten milliseconds.
 _AT_ONCE = 16_384
 

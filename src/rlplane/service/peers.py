@@ -9,8 +9,6 @@ from collections import deque
 from rlplane.service.framing import Inbox
 from rlplane.service.sockets import MAX_MESSAGE
 
-__all__ = ["Peer", "send_some"]
-
 
 class Peer:
     """One connection, seen from here: unknown at first, then the lifeline or a channel of a client."""

@@ -16,8 +16,6 @@ from rlplane.service import protocol as wire
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["answer_question", "claimed", "status_of"]
-
 
 def answer_question(service: ControlService, body: wire.Request) -> wire.Answer:
     """The answer to a question about the state."""

@@ -35,8 +35,6 @@ from rlplane.service.journal import (
 )
 from rlplane.storage.places import Loss, Place, StorageHost, Stretches
 
-__all__ = ["About", "JournaledHost", "Recovered", "begin_again", "recover", "resume", "unreferenced"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from rlplane.storage.places import Place
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
 
-__all__ = ["Reservations"]
-
 
 class Reservations:
     """The reservations of one service, those that wait among them. So many bytes are kept for samples that

@@ -10,8 +10,6 @@ import time
 
 from rlplane.errors import PlaneConnectionError
 
-__all__ = ["MAX_MESSAGE", "check_peer", "connect", "listen", "prepare_tcp"]
-
 MAX_MESSAGE = 256 * 2**20
 """The longest request. Ids and tags of a call are in one message."""
 

@@ -12,8 +12,6 @@ from rlplane.control.state import ControlState
 from rlplane.errors import DataPlaneError
 from rlplane.service import protocol as wire
 
-__all__ = ["MAY_LOOK_LONG", "LookAhead", "LoopStall", "collect_young_garbage_only", "look_ahead"]
-
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
 MAY_LOOK_LONG: frozenset[type[wire.Request]] = frozenset({wire.ClaimRequest, wire.Peek, wire.Count})

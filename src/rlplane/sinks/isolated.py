@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["IsolatedConsumer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ import msgspec
 from rlplane.errors import ConfigError
 from rlplane.sinks import Record
 
-__all__ = ["JsonlSink", "read_records", "record_files"]
-
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from rlplane.errors import ConfigError
 from rlplane.sinks import Record, found_nothing
 
-__all__ = ["LoggingSink"]
-
 
 class LoggingSink:
     """Logs operations, and transfers as one line per interval.

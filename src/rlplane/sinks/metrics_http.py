@@ -13,8 +13,6 @@ from http import HTTPStatus
 from rlplane.errors import PlaneConnectionError
 from rlplane.transport.gate import Gate, HalfOpenConnections
 
-__all__ = ["MetricsHttpServer"]
-
 _LONGEST_REQUEST = 16 * 1024
 _PATIENCE_S = 10.0
 

@@ -9,8 +9,6 @@ from typing import Any
 from rlplane.errors import ConfigError
 from rlplane.sinks import Record, found_nothing
 
-__all__ = ["OtelSink"]
-
 
 class OtelSink:
     """Spans named ``rlplane.put`` and so on; ``rlplane.operation.duration`` (s, without waiting),

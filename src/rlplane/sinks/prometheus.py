@@ -14,8 +14,6 @@ from rlplane.errors import MissingExtraError
 from rlplane.metrics.snapshot import GRIDS, MetricsSnapshot, SeriesStat, SessionState
 from rlplane.sinks.metrics_http import MetricsHttpServer
 
-__all__ = ["SnapshotCollector", "render", "start_http"]
-
 GetSnapshot = Callable[[], MetricsSnapshot | None]
 
 

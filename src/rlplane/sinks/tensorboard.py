@@ -8,8 +8,6 @@ from typing import Any
 
 from rlplane.sinks import Record, curves
 
-__all__ = ["TensorBoardSink"]
-
 
 class TensorBoardSink:
     """Writes ``rlplane/...`` scalars.

@@ -17,8 +17,6 @@ from rlplane.errors import ConfigError
 from rlplane.sinks import Record
 from rlplane.sinks.jsonl import JsonlSink, read_records, record_files
 
-__all__ = ["TraceSink", "trace_events", "write_trace"]
-
 
 class TraceSink:
     """Records as ``jsonl`` does, beside ``path``, and makes the trace when it is closed.

@@ -7,8 +7,6 @@ from typing import Any
 
 from rlplane.sinks import Record, curves
 
-__all__ = ["WandbSink"]
-
 _PREFIX = "rlplane/"
 
 

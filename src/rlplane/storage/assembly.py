@@ -26,8 +26,6 @@ from rlplane.storage.objects import decode_object
 from rlplane.storage.places import FieldRows, Layout
 from rlplane.storage.trees import Own, TreeReader
 
-__all__ = ["Assembler", "ByteSource", "Bytes", "element_size", "row_offsets", "stack_objects"]
-
 Bytes = NDArray[np.uint8]
 # Shorter rows are taken faster by numpy, one by one, than copied.
 _WORTH_A_COPY = 512
@@ -79,8 +77,7 @@ class Assembler:
             return self._leaves(name, rows, path)
         if rows.blocks is None and rows.count:
             return self._neighbours(name, rows.block, rows.start, rows.start + rows.count)
-        blocks = np.frombuffer(rows.blocks or b"", np.int64)
-        positions = np.frombuffer(rows.positions or b"", np.int32)
+        blocks, positions = rows.homes()
         if len(blocks) != len(positions):
             raise DataPlaneError(f"the rows of field {name!r} are not where the service says")
         return self._scattered(name, blocks, positions)
@@ -240,12 +237,7 @@ class Assembler:
         return NestedTensor(values, offsets=known, _metadata_cache={"max_seqlen": longest_row})
 
     def _leaves(self, name: str, rows: FieldRows, path: str) -> NonTensorStack:
-        if rows.blocks is None:
-            blocks = np.full(rows.count, rows.block, np.int64)
-            positions = np.arange(rows.start, rows.start + rows.count, dtype=np.int32)
-        else:
-            blocks = np.frombuffer(rows.blocks, np.int64)
-            positions = np.frombuffer(rows.positions or b"", np.int32)
+        blocks, positions = rows.homes()
         numbers = np.unique(blocks).tolist()
         for number in numbers:
             if self._layouts[number].kind not in ("object", "tree"):

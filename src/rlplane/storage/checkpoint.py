@@ -10,28 +10,25 @@ memory that a copy needs: blocks go from storage to the file one by one. It is t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlplane.atomic_file import write_atomically
 from rlplane.control.dump import SCHEMA_VERSION, block_names
 from rlplane.errors import CheckpointError
 from rlplane.storage.dtypes import DTYPES
 from rlplane.storage.places import Layout
-
-__all__ = ["FILE_NAME", "Checkpoint", "read_checkpoint", "write_checkpoint"]
 
 FILE_NAME = "plane.safetensors"
 _FORMAT = "rlplane"
@@ -146,33 +143,24 @@ def write_checkpoint(
         at += nbytes
     about = {"format": _FORMAT, "schema_version": str(SCHEMA_VERSION), "user": user}
     digest = _digest_of(header, about)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+
+    def write(file: BinaryIO) -> None:
+        file.write(_encoded_header(header, about, _NO_DIGEST))
+        digest.update(control)
+        file.write(control)
+        for number in layouts:
+            for piece in read(number):
+                if piece is not None:
+                    digest.update(piece)
+                    file.write(piece)
+        file.seek(0)
+        file.write(_encoded_header(header, about, digest.hexdigest()))
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(_encoded_header(header, about, _NO_DIGEST))
-            digest.update(control)
-            file.write(control)
-            for number in layouts:
-                for piece in read(number):
-                    if piece is not None:
-                        digest.update(piece)
-                        file.write(piece)
-            file.seek(0)
-            file.write(_encoded_header(header, about, digest.hexdigest()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+        write_atomically(target, write)
     except OSError as error:
         raise CheckpointError(f"cannot write the checkpoint {target}: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _encoded_header(header: dict[str, Any], about: dict[str, str], digest: str) -> bytes:

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rlplane.errors import PlaneConnectionError
@@ -21,11 +20,9 @@ from rlplane.storage.copying import copy_all
 from rlplane.storage.keyed import CHUNK_BYTES, chunk_count
 from rlplane.storage.layout import EncodedColumn, fill
 from rlplane.storage.leases import ReadLease
-from rlplane.storage.places import FieldRows, Located, Loss, Place, RowsLostError
+from rlplane.storage.places import Located, Loss, Place, RowsLostError
 from rlplane.storage.rows import stretches
 from rlplane.storage.scratch import scratch, tensor_at
-
-__all__ = ["Chunk", "ChunkStore", "ChunkedStorage", "ChunksLostError", "chunk_keys", "chunks_of"]
 
 
 class Chunk(NamedTuple):
@@ -80,7 +77,7 @@ def chunks_of(place: Place) -> list[Chunk]:
 
 
 class ChunkedStorage:
-    """Places in a :class:`ChunkStore`."""
+    """A ``StorageClient``: places in a :class:`ChunkStore`."""
 
     keeps_offsets = False
     is_remote = True
@@ -89,22 +86,18 @@ class ChunkedStorage:
         self._store = store
 
     def take_spare(self, place: Place) -> bool:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         return True
 
     def write(self, place: Place, columns: Sequence[EncodedColumn], deadline: float) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         total = max(sum(column.nbytes for column in columns), 1)
         buffer = scratch.empty(total)
         fill(buffer, 0, columns)
         self._store.put(chunks_of(Place(place.number, total, place.at)), buffer, deadline)
 
     def discard(self, place: Place) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._store.drop(chunks_of(place))
 
     def open(self, located: Located, lease: ReadLease) -> _FetchedPlaces:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         bases = np.concatenate(([0], np.cumsum([place.size for place in located.places], dtype=np.int64)))
         chunks = [
             Chunk(place.number + number, base + start, min(CHUNK_BYTES, place.size - start), place.at)
@@ -123,7 +116,6 @@ class ChunkedStorage:
         return _FetchedPlaces(located, bases.tolist(), buffer, sum(chunk.size for chunk in chunks))
 
     def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         origin = start // CHUNK_BYTES * CHUNK_BYTES
         end = min(-(-max(start + nbytes, 1) // CHUNK_BYTES) * CHUNK_BYTES, place.size)
         buffer = scratch.empty(end - origin)
@@ -138,7 +130,6 @@ class ChunkedStorage:
         """See :class:`~rlplane.storage.places.StorageClient`."""
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._store.close()
 
 
@@ -183,12 +174,12 @@ def _wanted_chunks(located: Located) -> list[Sequence[int]]:
     # wanted.
     edges = {index: np.zeros(len(wanted[index]) + 1, np.int64) for index in large}
     for rows, path in zip(located.rows, _paths(located), strict=True):
-        blocks, positions = (np.asarray(part, np.int64) for part in _blocks_and_positions(rows))
+        blocks, positions = rows.homes()
         for block in np.unique(blocks).tolist():
             index, at, layout = located.blocks[block]
             if index not in large:
                 continue
-            begins, ends = stretches(layout, positions[blocks == block], path)
+            begins, ends = stretches(layout, positions[blocks == block].astype(np.int64), path)
             some = ends > begins
             np.add.at(edges[index], (at + begins[some]) // CHUNK_BYTES, 1)
             np.add.at(edges[index], (at + ends[some] - 1) // CHUNK_BYTES + 1, -1)
@@ -201,7 +192,8 @@ def _rows_in(located: Located, keys: frozenset[int]) -> list[int]:
     """Which rows of a read lie in these chunks."""
     lost: dict[int, None] = {}
     for rows, path in zip(located.rows, _paths(located), strict=True):
-        for row, block, position in zip(_numbers(rows), *_blocks_and_positions(rows), strict=True):
+        homes = (part.tolist() for part in rows.homes())
+        for row, block, position in zip(rows.numbers(), *homes, strict=True):
             index, at, layout = located.blocks[block]
             number = located.places[index].number
             begins, ends = stretches(layout, np.array([position], np.int64), path)
@@ -214,19 +206,3 @@ def _rows_in(located: Located, keys: frozenset[int]) -> list[int]:
 
 def _paths(located: Located) -> list[str]:
     return located.paths or [""] * len(located.rows)
-
-
-def _numbers(rows: FieldRows) -> Sequence[int]:
-    """For each row of a block that is read, the row of the read that it belongs to."""
-    if rows.turns is None:
-        return range(rows.count)
-    turns = np.frombuffer(rows.turns, np.int32)
-    numbers: list[int] = np.repeat(np.arange(len(turns)), turns).tolist()
-    return numbers
-
-
-def _blocks_and_positions(rows: FieldRows) -> tuple[list[int], list[int]]:
-    if rows.blocks is None:
-        return [rows.block] * rows.count, list(range(rows.start, rows.start + rows.count))
-    blocks: NDArray[np.int64] = np.frombuffer(rows.blocks, np.int64)
-    return blocks.tolist(), np.frombuffer(rows.positions or b"", np.int32).tolist()

@@ -30,8 +30,6 @@ try:
 except ImportError:
     native = None
 
-__all__ = ["Copies", "Copy", "copy_all", "copy_table", "is_native"]
-
 _PIECE = 2 * 2**20
 _WORTH_HELP = 4 * 2**20
 _WORTH_A_THREAD = 256 * 1024

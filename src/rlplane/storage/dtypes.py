@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["DTYPES", "HOST", "dtype_name", "dtype_names"]
-
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 HOST = torch.device("cpu")  # named everywhere, because a user may have set another default
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)

@@ -8,8 +8,6 @@ import numpy as np
 
 from rlplane.storage.places import FieldRows, Located, Place
 
-__all__ = ["joined"]
-
 
 def joined(parts: Sequence[Located]) -> Located | None:
     """Where the rows of all parts are, one after the other. None if they are not of one moment: some of the

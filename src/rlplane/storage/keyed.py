@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from rlplane.errors import InvalidRequestError
 from rlplane.storage.places import Loss, Place, Stretches
 
-__all__ = ["BackgroundDiscard", "KeyedHost", "lost_chunks", "unit_of"]
-
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
@@ -63,7 +61,8 @@ def lost_chunks(places: Iterable[Place], loss: Loss) -> dict[int, NDArray[np.boo
 
 
 class KeyedHost:
-    """Places in a store that is addressed by key; ``discard(place)`` is called for each that is freed.
+    """A ``StorageHost`` over a store that is addressed by key; ``discard(place)`` is called for each
+    place that is freed.
 
     ``discard`` returns True if the place is gone, and False if :meth:`discarded` will be called when it is:
     until then its bytes count as used. ``hurry`` is called when there is no room: somebody waits for what is
@@ -99,11 +98,9 @@ class KeyedHost:
 
     @property
     def used(self) -> int:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._used + (len(self._dead) * (self.limit or 0) // self._units if self._dead else 0)
 
     def lose(self, loss: Loss) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         if loss.units and (loss.of != self._units or not set(loss.units) <= set(range(self._units))):
             raise InvalidRequestError(
                 f"the storage has {self._units} units, and not units {list(loss.units)[:8]} of {loss.of}"
@@ -111,7 +108,6 @@ class KeyedHost:
         self._dead = tuple(sorted({*self._dead, *loss.units}))
 
     def reserve(self, nbytes: int, client: int) -> Place | None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         if self.limit is not None and self.used + nbytes > self.limit:
             self._hurry()
             return None
@@ -122,12 +118,10 @@ class KeyedHost:
         return place
 
     def shrink(self, place: Place, nbytes: int) -> Place:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         self._used -= place.size - nbytes
         return Place(place.number, nbytes, place.at)
 
     def free(self, place: Place) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         self._places -= 1
         if self._discard(place):
             self.discarded([place])
@@ -137,7 +131,6 @@ class KeyedHost:
         return []
 
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return np.empty(0, np.int64)
 
     def discarded(self, places: Sequence[Place]) -> None:
@@ -148,7 +141,6 @@ class KeyedHost:
         """See :class:`~rlplane.storage.places.StorageHost`."""
 
     def revoke_spare(self, client: int) -> bool:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return True
 
     def join(self, client: int) -> None:
@@ -161,7 +153,6 @@ class KeyedHost:
         """See :class:`~rlplane.storage.places.StorageHost`."""
 
     def describe(self) -> dict[str, int]:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return {"limit": self.limit or 0, "used": self.used, "places": self._places}
 
     def close(self) -> None:

@@ -31,15 +31,6 @@ from rlplane.storage.objects import encode_objects
 from rlplane.storage.places import Layout
 from rlplane.storage.trees import Bulk, Part, address_of, pieces_of
 
-__all__ = [
-    "OBJECT_BYTES",
-    "EncodedColumn",
-    "bytes_to_encode",
-    "encode_columns",
-    "fill",
-    "with_offsets_in_layout",
-]
-
 # Up to this many offsets are checked without numpy, whose first use after a pause costs more than all the
 # rest.
 _FEW_ROWS = 64

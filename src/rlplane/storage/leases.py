@@ -14,8 +14,6 @@ from torch import Tensor
 
 from rlplane.storage.scratch import PAGE, array_at, populate, unmap_pages
 
-__all__ = ["ReadLease", "detach_all"]
-
 # Reentrant, because the collector may run a finalizer in a thread that is in the middle of this. One for all,
 # because a finalizer settles whatever there is.
 _lock = threading.RLock()

@@ -16,11 +16,10 @@ from rlplane.storage.leases import ReadLease
 from rlplane.storage.places import Located, Place
 from rlplane.storage.scratch import scratch
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore:
-    """A storage inside the process. ``host`` is the service's half; the object itself is every client's."""
+    """A storage inside the process. ``host`` is its ``StorageHost``; the object itself is the
+    ``StorageClient`` of every client."""
 
     keeps_offsets = True
     is_remote = False
@@ -31,28 +30,23 @@ class MemoryStore:
         self.host = KeyedHost(limit, self._drop)
 
     def take_spare(self, place: Place) -> bool:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         return True
 
     def write(self, place: Place, columns: Sequence[EncodedColumn], deadline: float) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         buffer = torch.empty(sum(column.nbytes for column in columns), dtype=torch.uint8, device="cpu")
         fill(buffer, 0, columns)
         with self._lock:
             self._buffers[place.number] = buffer
 
     def discard(self, place: Place) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._drop(place)
 
     def open(self, located: Located, lease: ReadLease) -> _HeldBuffers:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         # Holding the tensors keeps them alive: what is read stays valid after a clear.
         with self._lock:
             return _HeldBuffers(located, [self._buffers[place.number] for place in located.places])
 
     def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         with self._lock:
             return self._buffers[place.number][start : start + nbytes]
 

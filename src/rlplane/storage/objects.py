@@ -18,16 +18,6 @@ from msgspec.msgpack import Encoder, Ext
 
 from rlplane.errors import InvalidRequestError, UnsupportedValueError
 
-__all__ = [
-    "decode_object",
-    "decode_tags",
-    "encode_objects",
-    "encode_tags",
-    "open_ext",
-    "open_tags",
-    "plain_tags",
-]
-
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 _WALKED = _ATOMS | {list, tuple, dict, np.ndarray}
 _ARRAY, _PICKLE = 1, 2
@@ -105,16 +95,6 @@ def open_tags(tags: Iterable[dict[str, Any]], *, allow_pickle: bool = False) -> 
         return list(map(dict.copy, sealed))
     hook = _open_ext_with_pickle if allow_pickle else _open_ext
     return [{name: _opened(value, hook) for name, value in tag.items()} for tag in sealed]
-
-
-def encode_tags(tags: Sequence[dict[str, Any]]) -> bytes:
-    """Encode sealed tags for the wire."""
-    return _encoder.encode(tags)
-
-
-def decode_tags(data: bytes | memoryview) -> list[dict[str, Any]]:
-    """Decode sealed tags; they stay sealed."""
-    return _sealed_tags_decoder.decode(data)
 
 
 def _tag_name(name: str) -> str:
@@ -234,4 +214,3 @@ def _opened(value: Any, hook: Any) -> Any:
 
 _decoder = msgspec.msgpack.Decoder(ext_hook=_open_ext)
 _pickle_decoder = msgspec.msgpack.Decoder(ext_hook=_open_ext_with_pickle)
-_sealed_tags_decoder = msgspec.msgpack.Decoder(list[dict[str, Any]])

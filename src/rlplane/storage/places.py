@@ -26,21 +26,6 @@ if TYPE_CHECKING:
     from rlplane.storage.layout import EncodedColumn
     from rlplane.storage.leases import ReadLease
 
-__all__ = [
-    "ALIGN",
-    "FieldRows",
-    "Layout",
-    "Located",
-    "Loss",
-    "OutOfPagesError",
-    "Place",
-    "RowsLostError",
-    "StorageClient",
-    "StorageHost",
-    "Stretches",
-    "UnitsDiedError",
-]
-
 ALIGN = 64
 _WITH_OFFSETS = frozenset({"jagged", "ragged", "object", "tree"})
 
@@ -113,6 +98,21 @@ class FieldRows(msgspec.Struct, array_like=True, frozen=True):
     blocks: bytes | None = None  # int64
     positions: bytes | None = None  # int32
     turns: bytes | None = None  # int32: how many of them each row has; None: one each
+
+    def homes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The block of each row of a block, and its position there."""
+        if self.blocks is None:
+            positions = np.arange(self.start, self.start + self.count, dtype=np.int32)
+            return np.full(self.count, self.block, np.int64), positions
+        return np.frombuffer(self.blocks, np.int64), np.frombuffer(self.positions or b"", np.int32)
+
+    def numbers(self) -> Sequence[int]:
+        """For each row of a block, the row of the read that it belongs to."""
+        if self.turns is None:
+            return range(self.count)
+        turns = np.frombuffer(self.turns, np.int32)
+        numbers: list[int] = np.repeat(np.arange(len(turns)), turns).tolist()
+        return numbers
 
 
 class Located(msgspec.Struct, array_like=True, tag=True):

@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from rlplane.storage.places import Layout
 
-__all__ = ["PIECE", "pieces_in", "row_bounds", "stretches"]
-
 # A row of Layout.pieces: a row, the number of a leaf, and the bytes that it refers to.
 PIECE = np.dtype([("row", np.int64), ("leaf", np.int64), ("begin", np.int64), ("end", np.int64)])
 

@@ -21,18 +21,6 @@ from torch import Tensor
 
 from rlplane.errors import CapacityError
 
-__all__ = [
-    "PAGE",
-    "ScratchPool",
-    "array_at",
-    "map_pages",
-    "out_of_memory",
-    "populate",
-    "scratch",
-    "tensor_at",
-    "unmap_pages",
-]
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [

@@ -28,8 +28,6 @@ from rlplane.storage.layout import EncodedColumn
 from rlplane.storage.places import FieldRows, Layout, Located
 from rlplane.storage.trees import references_in
 
-__all__ = ["CheckCounts", "Mismatch", "RowChecks", "with_sums"]
-
 _TREES = ("tree", "ragged")
 
 _Piece = Callable[[int, int], memoryview]
@@ -116,10 +114,11 @@ def _compared(
     name: str, ids: Sequence[str], rows: FieldRows, located: Located, read: Callable[[int], Bytes]
 ) -> list[tuple[str, bool | None]]:
     """Each row of a field, by its sample, with whether it is what was written (:meth:`_Block.is_right`)."""
-    homes, positions, samples = _homes(rows, ids)
+    homes, positions = (part.tolist() for part in rows.homes())
     blocks = {
         number: _Block(name, located.blocks[number][2], read(number)) for number in dict.fromkeys(homes)
     }
+    samples = [ids[number] for number in rows.numbers()]
     return [
         (sample, blocks[home].is_right(position, sample))
         for home, position, sample in zip(homes, positions, samples, strict=True)
@@ -173,18 +172,6 @@ def _bounds(layout: Layout, offsets: np.ndarray[tuple[int], np.dtype[np.int64]] 
         return [size * row for row in range(layout.rows + 1)]
     bounds: list[int] = (offsets * element_size(layout)).tolist()
     return bounds
-
-
-def _homes(rows: FieldRows, ids: Sequence[str]) -> tuple[Sequence[int], Sequence[int], Sequence[str]]:
-    """Block, position and sample of each row of a field; of a row of several turns, of each turn."""
-    if rows.blocks is None:
-        return [rows.block] * rows.count, range(rows.start, rows.start + rows.count), ids
-    samples = ids
-    if rows.turns is not None:
-        turns = np.frombuffer(rows.turns, np.int32).tolist()
-        samples = [sample for sample, count in zip(ids, turns, strict=True) for _ in range(count)]
-    positions = np.frombuffer(rows.positions or b"", np.int32).tolist()
-    return np.frombuffer(rows.blocks, np.int64).tolist(), positions, samples
 
 
 def _bytes_of(value: Tensor) -> memoryview:

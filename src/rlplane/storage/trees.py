@@ -27,8 +27,6 @@ from rlplane.storage.objects import open_ext
 from rlplane.storage.places import ALIGN
 from rlplane.storage.rows import PIECE
 
-__all__ = ["Bulk", "Own", "Part", "Pieces", "TreeReader", "address_of", "pieces_of", "references_in"]
-
 # Smaller arrays are not worth a reference.
 _WORTH_BULK = 4096
 _TENSOR, _ARRAY = 3, 4

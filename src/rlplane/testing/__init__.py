@@ -13,7 +13,6 @@ the author of an adapter how to use both.
     random_values.py      the names, tags, conditions and rows that they use
     model.py              what they are compared with: a partition as a dictionary
     model_flow.py         the same for flow policies
-    promises_table.py     writes the table in docs/promises.md
     plugin.py             the pytest plugin. It is loaded into every pytest run, so it imports nothing heavy
 """
 

@@ -14,8 +14,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from rlplane.async_interface import AsyncDataPlaneClient
 from rlplane.interfaces import DataPlaneClient
 
-__all__ = ["BlockingClient", "loop_in_thread"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -21,23 +21,6 @@ from rlplane.interfaces import KVBatchMeta
 from rlplane.testing.plane_under_test import PartitionUnderTest
 from rlplane.testing.promises import BrokenPromise
 
-__all__ = [
-    "dense",
-    "equal",
-    "expect",
-    "has_column",
-    "has_columns",
-    "has_samples",
-    "is_same",
-    "jagged",
-    "objects",
-    "records_warnings",
-    "refuses",
-    "rows_of",
-    "strided",
-    "times_out",
-]
-
 E = TypeVar("E", bound=BaseException)
 
 

@@ -24,13 +24,12 @@ import torch
 from tensordict import TensorDict
 
 from rlplane.adapters.checkpoint import latest_checkpoint
+from rlplane.atomic_file import write_atomically
 from rlplane.control.policies import FlowPolicy
 from rlplane.errors import ClaimTimeoutError, UnknownPartitionError
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneClient, DataPlaneConfig
 from rlplane.testing.stress import context
-
-__all__ = ["POLICIES", "FlowStressReport", "run_flow_stress"]
 
 PROMPTS, STEPS = "flow", "steps"
 _GROUP, _BATCH, _BOUND, _ROLLOUTS = 4, 4, 1, 3
@@ -382,9 +381,7 @@ class _Trainer:
             "evicted": self._evicted(),
             "untold": self._evicted() - self.told_before - self.told,
         }
-        hidden = self._books / ".end.json"
-        hidden.write_text(json.dumps(end))
-        hidden.rename(self._books / "end.json")
+        write_atomically(self._books / "end.json", json.dumps(end).encode())
 
 
 def _group(sample_id: str) -> str:

@@ -15,8 +15,6 @@ from typing import Any
 
 from rlplane.testing.model_flow import TRAINING, ModelFlow
 
-__all__ = ["ModelClaim", "ModelPartition", "ModelSample", "Unit"]
-
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from rlplane.control.policies import FlowPolicy
 
-__all__ = ["PartitionUnderTest", "PendingCall", "PlaneFactory", "PlaneUnderTest"]
-
 T = TypeVar("T")
 
 MANY = 1_000_000  # a num_samples that no check reaches, so that no claim sees a tail by accident

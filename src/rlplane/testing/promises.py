@@ -16,18 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rlplane.testing.plane_under_test import PlaneUnderTest
 
-__all__ = [
-    "BrokenPromise",
-    "BrokenPromises",
-    "CheckOutcome",
-    "NotApplicable",
-    "PromiseCheck",
-    "check_data_plane",
-    "checks",
-    "promise",
-    "run_check",
-]
-
 # In the order of the contract, which is the order of the table of promises.
 _CHECK_MODULES = (
     "registering",

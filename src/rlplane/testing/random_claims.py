@@ -16,8 +16,6 @@ from rlplane.testing.promises import BrokenPromise
 from rlplane.testing.random_operations import RandomOperations
 from rlplane.testing.random_values import GROUPS, REQUIRED, claim_options, flows
 
-__all__ = ["DataPlaneMachine"]
-
 RANKS = 2
 # Which feature an argument of a claim belongs to.
 FEATURES = {

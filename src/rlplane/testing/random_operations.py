@@ -46,8 +46,6 @@ from rlplane.testing.random_values import (
     written_fields,
 )
 
-__all__ = ["RandomOperations"]
-
 NEVER = {"v": "no sample has this"}
 
 

@@ -12,8 +12,6 @@ from rlplane.errors import MissingExtraError
 if TYPE_CHECKING:
     from hypothesis.stateful import RuleBasedStateMachine
 
-__all__ = ["data_plane_state_machine"]
-
 
 def data_plane_state_machine(factory: Any) -> type[RuleBasedStateMachine]:
     """The state machine for the planes that ``factory`` makes; see ``check_data_plane`` for factories.

@@ -25,8 +25,6 @@ from rlplane.errors import ClaimTimeoutError, DataPlaneError
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneConfig
 
-__all__ = ["StressReport", "run_stress"]
-
 PARTITION = "stress"
 _ROWS = 8
 _PRODUCERS, _SCORERS, _TRAINERS = 3, 3, 2

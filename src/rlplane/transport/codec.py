@@ -11,8 +11,6 @@ from typing import Protocol, TypeVar
 
 from rlplane.errors import InvalidRequestError
 
-__all__ = ["TOPIC_FRAME_SIZE", "MessageCodec", "join_frame", "make_topic", "split_frame"]
-
 TOPIC_FRAME_SIZE = 16
 
 T = TypeVar("T")

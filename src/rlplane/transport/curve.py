@@ -16,8 +16,6 @@ from zmq.utils import z85
 
 from rlplane.errors import ConfigError
 
-__all__ = ["SCHEME", "Address", "Doorman", "prepare_client", "without_secret"]
-
 SCHEME = "curve"
 _ADDRESS = re.compile(r"curve://([0-9a-f]{64}):([0-9a-f]{64})@(.+:\d+)", re.ASCII)
 _HANDSHAKE_MS = 10_000

@@ -21,17 +21,6 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from rlplane.errors import ConfigError
 
-__all__ = [
-    "COOKIE",
-    "TOKEN_VARIABLE",
-    "Gate",
-    "HalfOpenConnections",
-    "HttpAnswer",
-    "choose_token",
-    "is_loopback",
-    "with_token",
-]
-
 TOKEN_VARIABLE = "RLPLANE_TOKEN"
 COOKIE = "rlplane_token"
 _COOKIE_AGE_S = 7 * 24 * 3600

@@ -12,8 +12,6 @@ from typing import Generic, Self, TypeVar
 
 from rlplane.transport.codec import TOPIC_FRAME_SIZE, MessageCodec, join_frame, split_frame
 
-__all__ = ["MessagePublisher", "MessageSubscriber"]
-
 T = TypeVar("T")
 
 

@@ -28,8 +28,6 @@ from rlplane.transport.codec import MessageCodec
 from rlplane.transport.gate import is_loopback
 from rlplane.transport.protocol import MessagePublisher, MessageSubscriber
 
-__all__ = ["Pattern", "ZmqMessagePublisher", "ZmqMessageSubscriber", "check_address"]
-
 T = TypeVar("T")
 
 # One call of a loop's reader takes at most this many frames, so that ticks and signals get their turn.

@@ -28,8 +28,6 @@ from rlplane.tui.screens import KeysScreen, PartitionScreen, ReportScreen, RunsS
 from rlplane.viewing.feed import RunFeed
 from rlplane.viewing.history import History
 
-__all__ = ["TopApp"]
-
 _REFRESH_S = 0.25
 _TABS = ("partitions", "workers", "samples", "log")
 _OPS_SEEN = 8

@@ -13,8 +13,6 @@ from rlplane.viewing.health import findings, health
 from rlplane.viewing.history import History
 from rlplane.viewing.units import format_bytes, format_count, format_duration, format_share, printable
 
-__all__ = ["Figures", "RunHeader"]
-
 _STATE_STYLES = {
     "INITIALIZE": "black on bright_blue",
     "LIVE": "black on bright_cyan",

@@ -21,8 +21,6 @@ from textual.strip import Strip
 
 from rlplane.viewing.units import printable
 
-__all__ = ["Column", "LiveTable"]
-
 Row = TypeVar("Row")
 
 

@@ -29,19 +29,6 @@ from rlplane.viewing.units import (
     format_percent,
 )
 
-__all__ = [
-    "OpRow",
-    "WorkerRow",
-    "log_table",
-    "op_rows",
-    "op_table",
-    "partition_table",
-    "sample_table",
-    "task_table",
-    "worker_rows",
-    "worker_table",
-]
-
 SPARK_WIDTH = 24
 
 Row = TypeVar("Row")

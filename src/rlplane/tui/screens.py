@@ -32,8 +32,6 @@ from rlplane.viewing.units import (
     printable,
 )
 
-__all__ = ["KeysScreen", "PartitionScreen", "ReportScreen", "RunsScreen"]
-
 _RUNS_SHOWN = 6
 
 _BACK: list[BindingType] = [Binding("escape,q,backspace", "dismiss", "Back")]

@@ -24,8 +24,6 @@ from rlplane.metrics.subscriber import MetricsSnapshotSubscriber
 from rlplane.transport.curve import without_secret
 from rlplane.viewing.units import format_duration
 
-__all__ = ["HOW_TO_BE_SEEN", "Elsewhere", "FeedStatus", "RunFeed", "read_run"]
-
 HOW_TO_BE_SEEN = 'a job is seen when its config has "observability": {"enabled": True}'
 
 _LOOK_EVERY_S = 0.5

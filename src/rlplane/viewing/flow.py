@@ -10,8 +10,6 @@ import msgspec
 
 from rlplane.metrics.snapshot import MetricsSnapshot, PartitionStat, TaskStat
 
-__all__ = ["PRODUCERS", "FlowPicture", "TaskFlow", "fill_of", "flows", "partition_flow"]
-
 PRODUCERS = "producers"
 # A backlog of less than this many seconds of work is what any pipeline has between two batches.
 _BACKLOG_S = 1.0

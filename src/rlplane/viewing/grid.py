@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from rlplane.metrics.snapshot import GRIDS, SeriesStat
 
-__all__ = ["full_counts", "percentile", "subtract", "sum_counts"]
-
 
 def full_counts(stat: SeriesStat) -> list[int]:
     """One count per bucket of ``GRIDS[stat.unit]``; empty when the series has none."""

@@ -10,8 +10,6 @@ from rlplane.metrics.snapshot import MetricsSnapshot, SessionState
 from rlplane.viewing.flow import flows
 from rlplane.viewing.units import format_count, format_percent
 
-__all__ = ["NEARLY_FULL", "Finding", "findings", "health"]
-
 Level = Literal["ok", "warning", "error"]
 NEARLY_FULL = 0.9
 _WORST: dict[Level, int] = {"ok": 0, "warning": 1, "error": 2}

@@ -14,8 +14,6 @@ from typing import Any
 from rlplane.metrics.snapshot import MetricsSnapshot, TimelinePoint
 from rlplane.viewing.grid import full_counts, percentile, subtract, sum_counts
 
-__all__ = ["ALL_OPS", "History", "HistoryPoint"]
-
 ALL_OPS = "all"
 _QUANTILES = (0.5, 0.9, 0.99)
 _MAX_OPS = 12

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from rlplane.metrics.snapshot import MetricsSnapshot, SeriesStat
 
-__all__ = ["OP_COUNTERS", "OpFigures", "by_operation"]
-
 OP_COUNTERS = {
     "ops": "count",
     "op_keys": "keys",

@@ -15,8 +15,6 @@ from rlplane.viewing.feed import read_run
 from rlplane.viewing.grid import full_counts, percentile, sum_counts
 from rlplane.viewing.units import format_bytes, format_count, format_duration, format_ns, format_share
 
-__all__ = ["FinishedRun", "figures_of", "finished_runs", "read_finished"]
-
 RUNS = Path("runs")
 _MOST = 50
 

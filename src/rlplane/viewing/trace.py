@@ -13,8 +13,6 @@ from rlplane.metrics.events import WorkerHello
 from rlplane.sinks.jsonl import read_records, record_files
 from rlplane.sinks.trace import write_trace
 
-__all__ = ["EVENTS_NAME", "find_records", "write_run_trace"]
-
 EVENTS_NAME = "events.jsonl"
 
 

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = [
-    "format_age",
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_full_count",
-    "format_ns",
-    "format_percent",
-    "format_reasons",
-    "format_share",
-    "format_value",
-    "printable",
-]
-
 _NONE = "–"
 
 

@@ -35,8 +35,6 @@ from rlplane.web.broadcast import Broadcast
 from rlplane.web.guard import Guard, GuardedProtocol
 from rlplane.web.view import make_view
 
-__all__ = ["DEFAULT_PORT", "DashboardServer", "listen", "make_app", "serve_dashboard"]
-
 DEFAULT_PORT = 7457
 _PORTS_TO_TRY = 20
 # The report is one file that also has to work when it is opened from a disk, so its style is inside it. It

@@ -15,8 +15,6 @@ from rlplane.viewing.feed import FeedStatus, RunFeed
 from rlplane.viewing.history import History, HistoryPoint, as_columns
 from rlplane.web.view import make_view
 
-__all__ = ["Broadcast"]
-
 _LOOK_EVERY_S = 0.1
 _STATUS_EVERY_S = 1.0
 _LARGE_BYTES = 256 * 1024

@@ -25,8 +25,6 @@ from rlplane.viewing.health import findings, health
 from rlplane.viewing.operations import by_operation
 from rlplane.viewing.runs import figures_of
 
-__all__ = ["VIEW_VERSION", "make_view"]
-
 VIEW_VERSION = 1
 _MAX_FLOWS = 256
 _MAX_FIELD_ROWS = 500

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.unit.control import at_once
+from tests.unit.control.whole_state import dump_state, restore_state
 
-from rlplane.control.dump import dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from rlplane.control.loading import BlockSize
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.control import at_once
+from tests.unit.control.whole_state import dump_state, restore_state
 
-from rlplane.control.dump import SCHEMA_VERSION, block_names, dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from rlplane.control.dump import SCHEMA_VERSION, block_names
+from rlplane.control.loading import BlockSize
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.unit.control import at_once
+from tests.unit.control.whole_state import dump_state, restore_state
 
-from rlplane.control.dump import dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from rlplane.control.loading import BlockSize
 from rlplane.control.policies import FlowPolicy
 from rlplane.control.requests import Batch, Claim, Put
 from rlplane.control.rules import PartitionSpec

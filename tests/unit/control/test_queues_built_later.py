@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.control.histories import OWNER, History, tag_values
+from tests.unit.control.whole_state import dump_state, restore_state
 
 from rlplane.control import conditions, cursors, making
-from rlplane.control.dump import dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from rlplane.control.loading import BlockSize
 from rlplane.control.requests import Claim, Put
 
 FIELDS: list[tuple[str, ...]] = [(), ("x",), ("y",), ("x", "y")]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.control import at_once
+from tests.unit.control.whole_state import dump_state, restore_state
 
-from rlplane.control.dump import dump_state
-from rlplane.control.loading import BlockSize, restore_state
+from rlplane.control.loading import BlockSize
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.unit.control.whole_state import dump_state
 from tests.unit.service.service_harness import FOREVER, IDLE_SEGMENT_S, Desk, layout_of
 
-from rlplane.control.dump import dump_state
 from rlplane.control.loading import pieces_of
 from rlplane.control.rules import PartitionSpec
 from rlplane.service import checkpoints

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.control.whole_state import dump_state
 from tests.unit.service.test_server import SPEC, RunningServer, claim, ids_of, in_thread, put, wait_until
 
-from rlplane.control.dump import StateDump, dump_state
+from rlplane.control.dump import StateDump
 from rlplane.service import checkpoints
 from rlplane.service import protocol as wire
 from rlplane.service.connection import SocketConnection

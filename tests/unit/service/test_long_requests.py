@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.control.whole_state import dump_state
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
 from rlplane.control import clearing, loading, staging, unclaiming
-from rlplane.control.dump import dump_state
 from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
 from rlplane.control.requests import Put

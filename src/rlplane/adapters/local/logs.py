@@ -15,8 +15,6 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["StderrHandler", "log_to_file", "log_to_stderr"]
-
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FILE_BYTES = 1 << 20
 _LINES_HELD = 1000

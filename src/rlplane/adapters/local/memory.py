@@ -12,8 +12,6 @@ from rlplane.service.admission import share_for_live
 from rlplane.service.in_process import InProcessConnection, LocalService
 from rlplane.storage.memory import MemoryStore
 
-__all__ = ["MemoryDataPlaneClient"]
-
 _planes: dict[str, tuple[LocalService, MemoryStore]] = {}
 _planes_lock = threading.Lock()
 

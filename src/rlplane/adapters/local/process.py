@@ -24,8 +24,6 @@ from rlplane.service.stall import collect_young_garbage_only
 from rlplane.storage.shm.directory import PlaneDirectory, remove_if_dead, stale_planes
 from rlplane.storage.shm.host import ShmHost
 
-__all__ = ["SERVICE_KEYS", "main", "make_server", "serve"]
-
 SERVICE_KEYS = (
     "storage_capacity",
     "global_segment_size",

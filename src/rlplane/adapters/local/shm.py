@@ -20,8 +20,6 @@ from rlplane.service.connection import RefusedError, SocketConnection
 from rlplane.storage.shm.client import ShmStorage
 from rlplane.storage.shm.directory import PlaneDirectory, remove_if_dead
 
-__all__ = ["ShmDataPlaneClient"]
-
 _DYING_S = 1.0
 _RETRY_S = 0.05
 

@@ -20,8 +20,6 @@ from rlplane.adapters.local.process import SERVICE_KEYS
 from rlplane.errors import PlaneConnectionError
 from rlplane.storage.shm.directory import PlaneDirectory, remove_if_dead
 
-__all__ = ["Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0

@@ -18,8 +18,6 @@ from rlplane.interfaces import DataPlaneConfig
 from rlplane.service.connection import SocketConnection
 from rlplane.storage.chunks import ChunkedStorage
 
-__all__ = ["TQDataPlaneClient"]
-
 
 class TQDataPlaneClient(PlaneClient):
     """A client of a plane on Ray.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rlplane.errors import DataPlaneError
 
-__all__ = ["_assert_no_key_loss", "_from_wire", "_promote_1d_leaves"]
-
 
 def _assert_no_key_loss(src_dict: Mapping[str, Any], new_td: TensorDict, fn: str) -> None:
     """Refuse a TensorDict that has lost columns of the dict it was built from.

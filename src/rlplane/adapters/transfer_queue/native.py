@@ -36,9 +36,6 @@ from rlplane.errors import (
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneClient, DataPlaneConfig, KVBatchMeta
 from rlplane.storage.assembly import stack_objects
 
-__all__ = ["NativeTQDataPlaneClient"]
-
-
 _NOTHING = "rlplane_nothing"  # a field that is written to samples that have none, to clear them
 _ANY_ORDER = "TransferQueue hands samples out by their indexes, and uses indexes again that were cleared"
 _UNCOUNTED = "TransferQueue does not count what was written: a tail is known only while nothing was cleared"

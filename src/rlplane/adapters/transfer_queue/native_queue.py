@@ -21,8 +21,6 @@ from rlplane.storage.mooncake.network import _get_local_node_ip, set_mooncake_en
 from rlplane.storage.mooncake.processes import MooncakeMaster, quiet_stderr, store_config
 from rlplane.storage.transfer_queue import theirs
 
-__all__ = ["RunningQueue"]
-
 _LOOK_EVERY_S = 0.05
 
 

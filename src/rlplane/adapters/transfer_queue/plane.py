@@ -38,8 +38,6 @@ from rlplane.storage.places import UnitsDiedError
 from rlplane.storage.transfer_queue import theirs
 from rlplane.storage.transfer_queue.units import StorageUnits
 
-__all__ = ["Plane", "_connect_existing", "_init_tq", "open_store"]
-
 # TransferQueue's own names, so that its tools find the controller where they look for it.
 NAMESPACE = "transfer_queue"
 CONTROLLER = "TransferQueueController"

@@ -18,8 +18,6 @@ from typing import IO, Any
 from rlplane.adapters.transfer_queue.plane import SERVICE, _quiet_transfer_queue, _ray
 from rlplane.errors import MissingExtraError
 
-__all__ = ["list_cluster_runs", "main"]
-
 _EVERY_S = 2.0
 _ANSWER_S = 10.0
 

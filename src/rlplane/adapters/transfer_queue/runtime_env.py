@@ -13,8 +13,6 @@ from typing import Any
 
 from rlplane.errors import ConfigError
 
-__all__ = ["_patch_tq_actor_runtime_env", "_resolve_tq_pin"]
-
 logger = logging.getLogger(__name__)
 
 _TQ_RUNTIME_ENV_PATCHED = False

@@ -28,8 +28,6 @@ from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
 from rlplane.storage.transfer_queue import theirs
 
-__all__ = ["ServiceActor"]
-
 _PUBLISHED = ("aggregator", "run")
 
 

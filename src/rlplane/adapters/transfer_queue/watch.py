@@ -19,8 +19,6 @@ from rlplane.storage.places import Loss, UnitsDiedError
 if TYPE_CHECKING:
     from rlplane.adapters.transfer_queue.plane import Plane
 
-__all__ = ["UnitWatch"]
-
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 2.0

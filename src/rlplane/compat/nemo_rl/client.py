@@ -18,8 +18,6 @@ from rlplane.columns.codec import materialize, row_lengths
 from rlplane.errors import UnknownPartitionError
 from rlplane.interfaces import DEFAULT_TIMEOUT_S, DataPlaneConfig
 
-__all__ = ["RlplaneClient"]
-
 
 class RlplaneClient(DataPlaneClient):  # type: ignore[misc]  # NeMo-RL is not there when types are checked
     """NeMo-RL's calls, carried out by the client in ``plane``, whose methods beyond them may be used too."""

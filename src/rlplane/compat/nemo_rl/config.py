@@ -9,8 +9,6 @@ from rlplane.config import BACKENDS, validate_config
 from rlplane.errors import ConfigError
 from rlplane.interfaces import DataPlaneConfig
 
-__all__ = ["IMPL", "plane_config"]
-
 IMPL = "rlplane"
 _IMPL_OF = {backend: impl for impl, backends in BACKENDS.items() for backend in backends}
 # What NeMo-RL says about itself and not about the plane.

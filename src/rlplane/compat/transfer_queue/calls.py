@@ -32,8 +32,6 @@ from rlplane.interfaces import DEFAULT_TIMEOUT_S
 from rlplane.service import protocol as wire
 from rlplane.storage.objects import open_tags
 
-__all__ = ["HIDDEN", "StorageKeyNotFoundError"]
-
 HIDDEN = "__transfer_queue__"
 """The partition that holds the config and the sampler's memory; it is not listed."""
 UNNAMED = "__index__/"

@@ -19,8 +19,6 @@ from rlplane.compat.transfer_queue.sampler import SequentialSampler
 from rlplane.compat.transfer_queue.session import Session, Steps, current
 from rlplane.interfaces import DEFAULT_TIMEOUT_S
 
-__all__ = ["TransferQueueClient"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ from rlplane.config import EXEMPLAR_OF, load_config
 from rlplane.errors import ConfigError
 from rlplane.interfaces import DataPlaneConfig
 
-__all__ = ["build_sampler", "engine_config", "merged", "returned"]
-
 _DEFAULTS: dict[str, Any] = {
     "metrics": {"enabled": False, "port": 0},
     "controller": {"sampler": "SequentialSampler", "polling_mode": False, "zmq_info": None},

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from rlplane.compat.transfer_queue.client import TransferQueueClient
 from rlplane.compat.transfer_queue.metadata import BatchMeta
 
-__all__ = ["StreamingDataLoader", "StreamingDataset", "chunk_batch_fn", "default_fetch_batch_fn"]
-
 Batch = tuple[TensorDict, BatchMeta]
 _LOOK_EVERY_S = 0.05
 

@@ -17,8 +17,6 @@ from tensordict import TensorDict
 
 from rlplane.batch_meta import _own, _same
 
-__all__ = ["BatchMeta", "KVBatchMeta", "SampleView", "field_schema_of"]
-
 logger = logging.getLogger(__name__)
 
 Schema = dict[str, dict[str, Any]]

@@ -12,8 +12,6 @@ from rlplane.sinks.metrics_http import MetricsHttpServer
 if TYPE_CHECKING:
     from rlplane.compat.transfer_queue.session import Session
 
-__all__ = ["MetricsServer"]
-
 
 class MetricsServer:
     """Serves ``/metrics`` on this machine, without a token, as TransferQueue does. Scrapes ask the plane."""

@@ -19,8 +19,6 @@ from rlplane.errors import PlaneConnectionError
 from rlplane.interfaces import ADDRESS_VARIABLE, DataPlaneConfig
 from rlplane.storage.shm.directory import PlaneDirectory
 
-__all__ = ["find", "publish", "ray_nodes", "withdraw"]
-
 _KEY = b"plane"
 _NAMESPACE = b"rlplane.transfer_queue"
 

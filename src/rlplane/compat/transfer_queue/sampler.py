@@ -12,16 +12,6 @@ from typing import Any
 
 from rlplane.control.steps import divided
 
-__all__ = [
-    "SAMPLERS",
-    "BaseSampler",
-    "GRPOGroupNSampler",
-    "RankAwareSampler",
-    "SeqlenBalancedSampler",
-    "SequentialSampler",
-    "get_seqlen_balanced_partitions",
-]
-
 Chosen = tuple[list[int], list[int]]
 """What a task gets, and what of it counts as consumed."""
 

@@ -17,8 +17,6 @@ from rlplane.compat.transfer_queue.sampler import BaseSampler
 from rlplane.interfaces import DEFAULT_TIMEOUT_S
 from rlplane.service import protocol as wire
 
-__all__ = ["choose", "forget", "make_room_for_sampler"]
-
 T = TypeVar("T")
 
 _MEMORY = "sampler"

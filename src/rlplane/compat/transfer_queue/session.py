@@ -25,8 +25,6 @@ from rlplane.errors import ConfigError, PlaneConnectionError
 from rlplane.factory import build_data_plane_client
 from rlplane.interfaces import DataPlaneConfig
 
-__all__ = ["Session", "current", "end", "start"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Steps = Callable[Concatenate[PlaneCalls, Link, P], Call[T]]

@@ -18,8 +18,6 @@ from rlplane.integrations.trl.generation import Completion, Generate
 from rlplane.integrations.trl.weights import VERSION_TAG, newer_weights
 from rlplane.interfaces import DataPlaneClient
 
-__all__ = ["PROMPT_FIELD", "ROLLOUT_FIELDS", "run_rollouts"]
-
 PROMPT_FIELD = "prompt"
 TOKEN_FIELDS = ("input_ids", "completion_mask", "old_log_probs")
 ROLLOUT_FIELDS = (*TOKEN_FIELDS, "advantage", "completion", "metrics")

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rlplane.interfaces import DataPlaneClient
 
-__all__ = ["VERSION_TAG", "PlaneWeightTransfer", "newer_weights", "weights_partition"]
-
 _FIELD = "state"
 VERSION_TAG = "weight_version"
 

@@ -15,8 +15,6 @@ from rlplane.integrations.trl.rollouts import PROMPT_FIELD, ROLLOUT_FIELDS, TOKE
 from rlplane.integrations.trl.weights import VERSION_TAG
 from rlplane.interfaces import DataPlaneClient, KVBatchMeta
 
-__all__ = ["PlaneRolloutWorker"]
-
 _WAIT_S = 0.2
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from rlplane.errors import ConfigError
 
-__all__ = ["_get_local_node_ip", "_mooncake_transport_config", "free_port", "set_mooncake_environment"]
-
 # Addresses reserved for documentation (RFC 5737, RFC 3849): nothing is ever sent to them, because
 # connecting a UDP socket only asks the kernel which interface would be used.
 _FAR_AWAY = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))

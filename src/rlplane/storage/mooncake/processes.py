@@ -28,8 +28,6 @@ from rlplane.storage.mooncake.network import (
     set_mooncake_environment,
 )
 
-__all__ = ["MooncakeMaster", "MooncakeUnit", "quiet_stderr", "store_config"]
-
 _START_S = 30.0
 # Mooncake refuses smaller segments.
 _SEGMENT_STEP = 16 << 20

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SharedMooncake", "share"]
-
 
 class SharedMooncake:
     """TransferQueue's ``MooncakeStoreClient``, with the lock that its users share."""

@@ -20,8 +20,6 @@ from rlplane.storage.chunks import Chunk, ChunksLostError
 from rlplane.storage.mooncake.sharing import SharedMooncake
 from rlplane.storage.places import Loss, UnitsDiedError
 
-__all__ = ["MooncakeStore"]
-
 # What Mooncake answers: not there; no memory for it; the process that holds it, or the master, cannot be
 # reached.
 _NOT_FOUND, _NO_ROOM = -704, -200
@@ -36,7 +34,7 @@ Move = Callable[[list[Chunk], Tensor], list[int]]
 
 
 class MooncakeStore:
-    """Values in Mooncake, by number.
+    """A ``ChunkStore``: values in Mooncake, by number.
 
     Args:
         client: The process's connection, of which this is one user; closed with this store.
@@ -60,8 +58,6 @@ class MooncakeStore:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="rlplane-mooncake")
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
-
         def move(part: list[Chunk], memory: Tensor) -> list[int]:
             codes = self._store.batch_upsert_from(
                 [_key(chunk.key) for chunk in part],
@@ -81,8 +77,6 @@ class MooncakeStore:
             raise
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
-
         def move(part: list[Chunk], memory: Tensor) -> list[int]:
             codes = self._store.batch_get_into(
                 [_key(chunk.key) for chunk in part],
@@ -103,7 +97,6 @@ class MooncakeStore:
         return absent
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         names = [_key(chunk.key) for chunk in chunks]
         for first in range(0, len(names), _KEYS_PER_CALL):
             part = names[first : first + _KEYS_PER_CALL]
@@ -112,7 +105,6 @@ class MooncakeStore:
                     raise DataPlaneError(f"Mooncake could not remove a value: code {code}")
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         self._threads.shutdown(wait=False)
         # The last one joins a thread that looks up once a second. Only whoever ends the store itself has to
         # wait for that.

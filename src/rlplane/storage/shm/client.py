@@ -22,14 +22,13 @@ from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.host import read_spare, write_spare
 from rlplane.storage.shm.mapping import Segments
 
-__all__ = ["ShmStorage"]
-
 # Below this a copy is cheaper than a mapping of the reader's own.
 _WORTH_MAPPING = 128 * 1024
 
 
 class ShmStorage:
-    """Shared memory of the plane in ``directory``, as client number ``client`` uses it."""
+    """The ``StorageClient`` of shared memory: that of the plane in ``directory``, as client number ``client``
+    uses it."""
 
     keeps_offsets = True
     is_remote = False
@@ -40,7 +39,6 @@ class ShmStorage:
         self._spare_file = os.open(directory.client_file(client), os.O_RDWR | os.O_CLOEXEC)
 
     def take_spare(self, place: Place) -> bool:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         with self._lock:
             fcntl.flock(self._spare_file, fcntl.LOCK_EX)
             try:
@@ -52,7 +50,6 @@ class ShmStorage:
                 fcntl.flock(self._spare_file, fcntl.LOCK_UN)
 
     def write(self, place: Place, columns: Sequence[EncodedColumn], deadline: float) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.check(place)
         if sum(column.nbytes for column in columns) > place.size:
             raise PlaneConnectionError(f"place {place.number} is too small for what was to be written")
@@ -64,7 +61,6 @@ class ShmStorage:
         """See :class:`~rlplane.storage.places.StorageClient`. The memory is free when the service says so."""
 
     def open(self, located: Located, lease: ReadLease) -> _LeasedPlaces:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         for place in located.places:
             self._segments.check(place)
         for block, (index, start, layout) in located.blocks.items():
@@ -76,7 +72,6 @@ class ShmStorage:
         return _LeasedPlaces(self._segments, located, lease)
 
     def fetch(self, place: Place, start: int, nbytes: int) -> Tensor:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.check(place)
         if not 0 <= start <= start + nbytes <= place.size:
             raise PlaneConnectionError(
@@ -85,11 +80,9 @@ class ShmStorage:
         return self._segments.copy(place, start, nbytes)
 
     def detach(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         detach_all()
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageClient`."""
         self._segments.close()
         os.close(self._spare_file)
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from rlplane.errors import PlaneConnectionError
 
-__all__ = ["PlaneDirectory", "remove_if_dead", "stale_planes"]
-
 SHM = Path("/dev/shm")
 PREFIX = "rlplane-"
 

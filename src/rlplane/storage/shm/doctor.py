@@ -11,8 +11,6 @@ from pathlib import Path
 from rlplane.storage.copying import is_native
 from rlplane.storage.shm.directory import SHM, remove_if_dead, stale_planes
 
-__all__ = ["Check", "clean", "inspect"]
-
 _SMALL_SHM = 2 * 2**30
 _FEW_FILES = 1024
 

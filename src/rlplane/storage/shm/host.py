@@ -24,8 +24,6 @@ from rlplane.storage.shm.arena import Arena
 from rlplane.storage.shm.directory import PlaneDirectory
 from rlplane.storage.shm.holes import discard_pages
 
-__all__ = ["ShmHost", "read_spare", "write_spare"]
-
 logger = logging.getLogger(__name__)
 
 _NO_SPARE = 0
@@ -34,7 +32,8 @@ _IDLE_SEGMENT_S = 10.0
 
 
 class ShmHost:
-    """Places in segments of shared memory, in the directory of a plane, which goes with it."""
+    """The ``StorageHost`` of shared memory: places in segments, in the directory of a plane, which goes with
+    it."""
 
     def __init__(self, directory: PlaneDirectory, limit: int, segment_size: int | None = None) -> None:
         self.directory = directory
@@ -82,16 +81,13 @@ class ShmHost:
 
     @property
     def limit(self) -> int:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._arena.limit
 
     @property
     def used(self) -> int:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._arena.used
 
     def reserve(self, nbytes: int, client: int) -> Place | None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         try:
             place = self._arena.allocate(nbytes, client, time.monotonic())
         except OSError as error:
@@ -103,34 +99,27 @@ class ShmHost:
         return place
 
     def shrink(self, place: Place, nbytes: int) -> Place:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._arena.shrink(place, nbytes)
 
     def free(self, place: Place) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         self._arena.free(place, time.monotonic())
 
     def lose(self, loss: Loss) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         raise InvalidRequestError("shared memory is in no storage units")
 
     def give_back(self, place: Place, stretches: Stretches) -> Stretches:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._arena.give_back_part(place, stretches)
 
     def read_numbers(self, place: Place, start: int, count: int) -> NDArray[np.int64]:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         number, offset, _ = place.at
         data = os.pread(self._files[number], 8 * count, offset + start)
         return np.frombuffer(data[: len(data) // 8 * 8], np.int64)
 
     def offer_spare(self, client: int, place: Place) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         # By its number, because a thread of the client may still think of one that was revoked.
         write_spare(self._locks[client], place.number)
 
     def revoke_spare(self, client: int) -> bool:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         lock = self._locks.get(client)
         if lock is None:
             return False
@@ -147,7 +136,6 @@ class ShmHost:
             fcntl.flock(lock, fcntl.LOCK_UN)
 
     def join(self, client: int) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         self._open_lock(client)
         write_spare(self._locks[client])
 
@@ -156,7 +144,6 @@ class ShmHost:
         self._locks[client] = os.open(self.directory.client_file(client), flags, 0o600)
 
     def leave(self, client: int) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         self._arena.leave_home(client)
         with contextlib.suppress(OSError, KeyError):
             os.close(self._locks.pop(client))
@@ -167,11 +154,9 @@ class ShmHost:
         self._arena.give_back(now - _IDLE_SEGMENT_S)
 
     def describe(self) -> dict[str, int]:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         return self._arena.describe()
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.places.StorageHost`."""
         for fd in [*self._files.values(), *self._locks.values()]:
             os.close(fd)
         self._files.clear()

@@ -23,8 +23,6 @@ from rlplane.storage.places import OutOfPagesError, Place
 from rlplane.storage.scratch import map_pages, out_of_memory
 from rlplane.storage.shm.directory import PlaneDirectory
 
-__all__ = ["Segments"]
-
 
 class Segments:
     """The segments of one plane that this process has mapped."""

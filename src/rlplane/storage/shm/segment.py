@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PAGE", "Segment", "page_stretches"]
-
 PAGE = 4096
 
 

@@ -13,8 +13,6 @@ import threading
 from types import ModuleType
 from typing import Any
 
-__all__ = ["is_asked", "load", "stands_in"]
-
 _PACKAGE = "transfer_queue"
 # Those that stay where they are: objects that come with answers of Ray name them.
 _NOT_PUBLIC = (f"{_PACKAGE}.utils", f"{_PACKAGE}.storage")

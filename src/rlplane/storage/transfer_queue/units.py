@@ -26,8 +26,6 @@ from rlplane.storage.keyed import unit_of
 from rlplane.storage.places import Loss, UnitsDiedError
 from rlplane.storage.transfer_queue import theirs
 
-__all__ = ["StorageUnits"]
-
 _FIELD = "rlplane"
 # How long a unit may be silent before Ray is asked whether it still lives.
 _SILENT_MS = 1000
@@ -35,7 +33,8 @@ _SLOWEST_BYTES_PER_S = 50e6
 
 
 class StorageUnits:
-    """A client of all storage units of a plane. Usable from several threads: each has sockets of its own.
+    """A ``ChunkStore``: a client of all storage units of a plane. Usable from several threads: each has
+    sockets of its own.
 
     Args:
         infos: TransferQueue's ``ZMQServerInfo`` of each unit, by rank.
@@ -59,7 +58,6 @@ class StorageUnits:
         self._local = threading.local()
 
     def put(self, chunks: Sequence[Chunk], buffer: Tensor, deadline: float) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         memory = buffer.numpy()
         requests = {
             unit: {
@@ -74,7 +72,6 @@ class StorageUnits:
             raise UnitsDiedError(error.message, self._loss(error.unit)) from error
 
     def get(self, chunks: Sequence[Chunk], buffer: Tensor) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         by_unit = self._by_unit(chunks)
         requests = {
             unit: {"global_indexes": [chunk.key for chunk in mine], "fields": [_FIELD]}
@@ -104,7 +101,6 @@ class StorageUnits:
         copy_all(copies)
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         requests = {
             unit: {"global_indexes": [chunk.key for chunk in mine]}
             for unit, mine in self._by_unit(chunks).items()
@@ -118,7 +114,6 @@ class StorageUnits:
                 del requests[error.unit]
 
     def close(self) -> None:
-        """See :class:`~rlplane.storage.chunks.ChunkStore`."""
         if self._pid == os.getpid():
             self._context.destroy(linger=0)
 

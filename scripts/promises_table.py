@@ -1,26 +1,21 @@
 """The table of promises: which check proves which sentence of the contract.
 
-``python -m rlplane.testing.promises_table docs/contract.md > docs/promises.md`` writes it.
+``python scripts/promises_table.py`` writes it.
 """
-
-from __future__ import annotations
 
 import inspect
 import re
-import sys
 from pathlib import Path
 
 from rlplane.interfaces import DataPlaneClient
 from rlplane.testing.promises import PromiseCheck, checks
 
-__all__ = ["contract_sections", "promises_table", "quotes_from_nowhere", "unproven"]
-
+DOCS = Path(__file__).parents[1] / "docs"
 _HEAD = """# The promises and their checks
 
 Every sentence of [the contract](contract.md), and the checks of `rlplane.testing` that prove it for an
 adapter. [Testing an adapter](testing.md) tells how to run them. This file is written by
-`python -m rlplane.testing.promises_table docs/contract.md > docs/promises.md`; a test fails when it is out of
-date.
+`python scripts/promises_table.py`; a test fails when it is out of date.
 
 {count} checks. One that is marked with a feature can be declared as a limitation under that name too.
 """
@@ -86,4 +81,5 @@ def _flat(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(promises_table(Path(sys.argv[1]).read_text(encoding="utf-8")), end="")
+    contract = (DOCS / "contract.md").read_text(encoding="utf-8")
+    (DOCS / "promises.md").write_text(promises_table(contract), encoding="utf-8")
