@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,11 @@ def test_a_node_of_ray_is_known_by_its_process(tmp_path: Path) -> None:
     raylet.symlink_to("/bin/sleep")
     with subprocess.Popen([raylet, "600"]) as process:
         try:
-            assert cluster._raylet_runs_here()
+            # A process gets its new name a moment after it is said to have started.
+            deadline = time.monotonic() + 60
+            while not cluster._raylet_runs_here():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
         finally:
             process.kill()
 
