@@ -16,6 +16,7 @@ __all__ = ["LookAhead", "LoopStall", "collect_young_garbage_only", "look_ahead"]
 
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
+_SHORT_S = 0.002
 _MAY_LOOK_LONG = frozenset({wire.ClaimRequest, wire.Peek, wire.Count})
 
 
@@ -27,7 +28,8 @@ class LookAhead:
         self._look: Look | None = None
 
     def __call__(self) -> bool:
-        end = time.perf_counter() + _SLICE_S
+        began = time.perf_counter()
+        end = began + _SLICE_S
 
         def is_over() -> bool:
             return time.perf_counter() >= end
@@ -36,7 +38,8 @@ class LookAhead:
             if self._look is None:
                 self._look = next(self._looks, None)
                 if self._look is None:
-                    return True
+                    # The request takes its time too: after a long look, others come first.
+                    return time.perf_counter() < began + _SHORT_S
             if not self._look(is_over):
                 return False
             self._look = None
