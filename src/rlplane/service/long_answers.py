@@ -61,3 +61,7 @@ class LongAnswer:
                 wire.Failure("", f"the answer has {nbytes} bytes, which is too much for one")
             )
         return ended_message(self._message, self._number)
+
+    def body(self) -> memoryview:
+        """The same without what a socket needs."""
+        return memoryview(self.message())[len(begun_message()) :]

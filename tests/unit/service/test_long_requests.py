@@ -496,7 +496,7 @@ def test_what_a_very_long_put_was_made_of_is_freed_in_slices_after_it_is_answere
         assert desk.service.state.count("p", {"n": value}) == len(MANY)
         (work,) = desk.service.work
         assert isinstance(work, PutWork)
-        left = [work._staging._ids, work._staging._given or [], work._staging._replaced]
+        left: list[list[Any]] = [work._staging._ids, work._staging._given or [], work._staging._replaced]
         assert list(map(len, left)) == [len(MANY), len(MANY), len(MANY) * (value - 1)]
         while desk.service.has_work:
             before = sum(map(len, left))
