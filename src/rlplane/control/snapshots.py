@@ -14,7 +14,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SampleColumn", "Snapshot", "are_many", "ids_and_tags_of", "ids_of"]
+__all__ = ["SampleColumn", "Snapshot", "ids_and_tags_of", "ids_of"]
 
 Rows = NDArray[np.int64]
 _MANY = 65_536  # of more than these, to make lists takes more than some ten milliseconds
@@ -29,14 +29,9 @@ class ReadTable(Protocol):
     readers: list[ref[Snapshot]]
 
 
-def are_many(rows: Rows) -> bool:
-    """Whether the samples in these rows are so many that they are read some at a time."""
-    return len(rows) > _MANY
-
-
 def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
     """The ids of rows as they are now."""
-    if not are_many(rows):
+    if len(rows) <= _MANY:
         few: list[str] = table.ids[rows].tolist()
         return few
     return Snapshot(table, rows, with_tags=False).columns[0]
@@ -44,7 +39,7 @@ def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
 
 def ids_and_tags_of(table: ReadTable, rows: Rows) -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
     """The ids and tags of rows as they are now."""
-    if not are_many(rows):
+    if len(rows) <= _MANY:
         return table.ids[rows].tolist(), table.tags[rows].tolist()
     ids, tags = Snapshot(table, rows).columns
     return ids, tags
