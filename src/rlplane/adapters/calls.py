@@ -386,9 +386,11 @@ class PlaneCalls:
 
     def clear(self, link: Link, sample_ids: list[str] | None, partition_id: str) -> Call[None]:
         ids = None if sample_ids is None else check_ids(sample_ids, distinct=False)
-        if ids is not None:
+        if ids is not None and are_many(ids):
             yield from many.clear(partition_id, ids)
-        elif not (yield from ask(wire.Clear(partition_id, None), wire.Done)).value:
+            return
+        cleared = (yield from ask(wire.Clear(partition_id, ids), wire.Done)).value
+        if ids is None and not cleared:
             warn_caller(f"nothing to clear in partition {partition_id!r}", UserWarning)
 
     def peek(

@@ -23,6 +23,7 @@ _FRONT = 8192
 # Merging two runs to one of this length takes some ten milliseconds, in which nobody else is served.
 _LONGEST_MERGED = 1 << 17
 _SORTED_AHEAD = 1 << 14
+_DISCARDED_AT_ONCE = 1 << 14
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
 _ABSENT = -1  # the stamp of a row that is not in the queue
@@ -249,6 +250,11 @@ class OrderedRowQueue(ReadyQueue):
         self._front = _Run.merged([self._front, first]) if len(self._front.rows) else first
 
     def discard(self, rows: Rows) -> None:
+        # In parts that fit into the caches.
+        for at in range(0, len(rows), _DISCARDED_AT_ONCE):
+            self._discard(rows[at : at + _DISCARDED_AT_ONCE])
+
+    def _discard(self, rows: Rows) -> None:
         gone = self._queued(rows)
         if len(gone):
             self._note_gone(gone)

@@ -256,7 +256,8 @@ class SampleTable:
 
     def remove(self, rows: Rows) -> list[BlockRows]:
         """Drop rows; return what they referred to, for each field."""
-        self.about_to_change(rows)
+        if self.readers:
+            self.about_to_change(rows)
         gone = [place for column in self.columns.values() for place in column.remove(rows)]
         ids = self.ids[rows].tolist()
         self.rows.remove(ids)

@@ -27,14 +27,9 @@ class ReadTable(Protocol):
     readers: list[ref[Snapshot]]
 
 
-def are_many(rows: Rows) -> bool:
-    """Whether the samples in these rows are so many that they are read some at a time."""
-    return len(rows) > _MANY
-
-
 def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
     """The ids of rows as they are now."""
-    if not are_many(rows):
+    if len(rows) <= _MANY:
         few: list[str] = table.ids[rows].tolist()
         return few
     return Snapshot(table, rows, with_tags=False).columns[0]
@@ -42,7 +37,7 @@ def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
 
 def ids_and_tags_of(table: ReadTable, rows: Rows) -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
     """The ids and tags of rows as they are now."""
-    if not are_many(rows):
+    if len(rows) <= _MANY:
         return table.ids[rows].tolist(), table.tags[rows].tolist()
     ids, tags = Snapshot(table, rows).columns
     return ids, tags

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Made ready in some milliseconds. A number and not a time: a journal that is repeated has the same slices.
 _SAMPLES_AT_ONCE = 4096
+_FREED_AT_ONCE = 65_536
 
 
 class Staging:
@@ -36,6 +37,7 @@ class Staging:
         self._is_new = np.zeros(len(put.ids), bool)
         self._names = Names()  # of new samples
         self._tags = np.empty(len(put.ids), object)  # those of samples that exist, as they will be
+        self._replaced: list[dict[str, Any]] = []  # the tags that they had
         self._at = 0
         self._seen = Names()
         self._spec = partition.spec
@@ -122,12 +124,25 @@ class Staging:
         fresh = self.rows[self._is_new]
         table.make_live(self._names, fresh, self._now)
         if self._given is not None:
-            table.about_to_change(self.known_rows)
-            table.tags[self.known_rows] = self._tags[~self._is_new]
+            known = self.known_rows
+            table.about_to_change(known)
+            new_tags = self._tags[~self._is_new]
+            # Those of before stay with it: to free very many takes long.
+            self._replaced = table.tags[known].tolist()
+            table.tags[known] = new_tags
         for index in self.partition.looking.indexes.values():
             if all(index is not known for known in self._indexes):
                 self.partition.looking.add_to(index, fresh)
         return self.rows, fresh
+
+    def free_some(self) -> bool:
+        """After it was written: drop some of what it was made of; True when all is gone. The put may not be
+        used any more."""
+        for values in (self._ids, self._given or [], self._replaced):
+            if values:
+                del values[-_FREED_AT_ONCE:]
+                return False
+        return True
 
     def undo(self) -> None:
         """It will not be written."""

@@ -12,7 +12,7 @@ from rlplane.control.samples import NO_ROWS
 
 # Given back in about ten milliseconds. A number and not a time: a journal that is repeated has the same
 # slices.
-_SAMPLES_AT_ONCE = 8192
+_SAMPLES_AT_ONCE = 4096
 
 
 class Unclaiming:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PutWork", "StalePlaceError", "StaleSpecError", "commit", "is_long_commit"]
 
+_MANY_TO_FREE = 65_536  # what was said of more than these is freed some at a time
 _MANY_SAMPLES = 8192  # more than these take longer than some ten milliseconds
 
 
@@ -84,9 +85,12 @@ class PutWork(LongWork):
         self._put, self._staging, self._timeout_s = put, staging, timeout_s
         self._version = staging.partition.version
         self._refusal: DataPlaneError | None = None
+        self._is_written = False
 
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
         """See :class:`~rlplane.service.long_work.LongWork`."""
+        if self._is_written:
+            return self._staging.free_some()
         (request,), partition = self.requests, self._staging.partition
         try:
             if (
@@ -104,9 +108,10 @@ class PutWork(LongWork):
             self.give_up(service)
             service.send(request, wire.failure_of(error))
         else:
+            self._is_written = any(answered is request for answered, _ in written.answers)
             _carry_out(service, request, written, self._timeout_s)
         self.requests = []  # it is answered, or waits for room as any other
-        return True
+        return not self._is_written or len(self._staging.rows) <= _MANY_TO_FREE
 
     def lose(self, lost: LostRows, refusal: DataPlaneError) -> None:
         """See :class:`~rlplane.service.long_work.LongWork`."""

@@ -259,7 +259,8 @@ class ControlService:
             case wire.Locate():
                 return self._locate(request, held, body)
             case wire.Clear(partition_id):
-                take_names(held, body)
+                if body.named is not None:
+                    take_names(held, body)
                 if body.ids is None:
                     clearing = self.state.begin_clear_written_by(partition_id, request.client)
                 else:

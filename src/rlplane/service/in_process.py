@@ -21,6 +21,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.connection import encoded
 from rlplane.service.core import ControlService
+from rlplane.service.long_answers import LongAnswer, is_long_answer
 from rlplane.storage.places import StorageHost
 
 Listener: TypeAlias = Callable[[int, bytes | None], None]
@@ -68,13 +69,15 @@ class LocalService:
                 answer.ready.wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
                 if not answer.ready.is_set():
                     self._call(self._service.expire)
+            body = answer.body if answer.long is None else self._encode(answer.long)
         except BaseException:
             self._call(lambda: self._service.abandon(request.client, request.number))
+            self._go_on()
             raise
         finally:
             with self._lock:
                 del self._waiting[request]
-        return wire.answer_decoder.decode(answer.body)
+        return wire.answer_decoder.decode(body)
 
     def listen(self, client: int, listener: Listener) -> None:
         """From now on, ``listener(number, body)`` is called with the answers to what this client posts, in
@@ -144,6 +147,19 @@ class LocalService:
             self._call(self._do_a_slice)
             time.sleep(_LET_OTHERS_S)
 
+    def _encode(self, answer: LongAnswer) -> memoryview:
+        """An answer of very many samples, encoded in slices."""
+        is_done = False
+
+        def encode_some() -> None:
+            nonlocal is_done
+            is_done = answer.encode_some()
+
+        while not is_done:
+            self._call(encode_some)
+            time.sleep(_LET_OTHERS_S)
+        return answer.body()
+
     def _do_a_slice(self) -> None:
         if self._service.has_work:  # another thread may have done the last one
             self._service.go_on()
@@ -164,24 +180,32 @@ class LocalService:
 
     def _deliver(self, request: PendingRequest, answer: wire.Answer) -> None:
         waiting = self._waiting.get(request)
-        if waiting is not None:
+        if waiting is not None and is_long_answer(answer):
+            waiting.give_long(LongAnswer(request.number, answer))
+        elif waiting is not None:
             waiting.give(wire.encode(answer))
         elif request.client in self._listeners:
             self._listeners[request.client](request.number, wire.encode(answer))
 
 
 class _Answer:
-    """The answer to one request, once it is there."""
+    """The answer to one request, once it is there; a long one is encoded by whoever waits for it."""
 
-    __slots__ = ("body", "ready")
+    __slots__ = ("body", "long", "ready")
 
     def __init__(self) -> None:
         self.ready = threading.Event()
         self.body = b""
+        self.long: LongAnswer | None = None
 
     def give(self, body: bytes) -> None:
         if not self.ready.is_set():
             self.body = body
+            self.ready.set()
+
+    def give_long(self, answer: LongAnswer) -> None:
+        if not self.ready.is_set():
+            self.long = answer
             self.ready.set()
 
 

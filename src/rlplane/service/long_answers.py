@@ -19,7 +19,7 @@ def is_long_answer(answer: wire.Answer) -> bool:
     """Whether to encode an answer at once would take so long that others notice."""
     if type(answer) is wire.Claimed:
         return len(answer.ids) > _MANY
-    return type(answer) is wire.Done and isinstance(answer.value, _COLUMNS) and len(answer.value) > _MANY
+    return type(answer) is wire.Done and type(answer.value) in _COLUMNS and len(answer.value) > _MANY
 
 
 class LongAnswer:
@@ -36,7 +36,7 @@ class LongAnswer:
     def encode_some(self) -> bool:
         """Go on; True when nothing is left to do but :meth:`message`."""
         field = self._fields[0]
-        if not isinstance(field, _COLUMNS):
+        if type(field) not in _COLUMNS:
             self._message += wire.encode(field)
             del self._fields[0]
             return not self._fields
@@ -59,3 +59,7 @@ class LongAnswer:
                 wire.Failure("", f"the answer has {nbytes} bytes, which is too much for one")
             )
         return ended_message(self._message, self._number)
+
+    def body(self) -> memoryview:
+        """The same without what a socket needs."""
+        return memoryview(self.message())[len(begun_message()) :]

@@ -28,7 +28,7 @@ def names_of(held: Client, body: wire.Reserve) -> list[str]:
 
 def take_names(held: Client, body: wire.Commit | wire.Clear) -> None:
     """Let a request have the samples that were named before it. Without them it is of none."""
-    if body.named is not None:
-        body.ids, tags = held.named.pop(body.named, ([], None))
-        if isinstance(body, wire.Commit):
-            body.tags = tags
+    assert body.named is not None
+    body.ids, tags = held.named.pop(body.named, ([], None))
+    if isinstance(body, wire.Commit):
+        body.tags = tags

@@ -14,6 +14,7 @@ from rlplane.service import protocol as wire
 
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
+_SHORT_S = 0.002
 MAY_LOOK_LONG: frozenset[type[wire.Request]] = frozenset({wire.ClaimRequest, wire.Peek, wire.Count})
 """The kinds of request before which :func:`look_ahead` may find something to do."""
 
@@ -26,7 +27,8 @@ class LookAhead:
         self._look: Look | None = None
 
     def __call__(self) -> bool:
-        end = time.perf_counter() + _SLICE_S
+        began = time.perf_counter()
+        end = began + _SLICE_S
 
         def is_over() -> bool:
             return time.perf_counter() >= end
@@ -35,7 +37,8 @@ class LookAhead:
             if self._look is None:
                 self._look = next(self._looks, None)
                 if self._look is None:
-                    return True
+                    # The request takes its time too: after a long look, others come first.
+                    return time.perf_counter() < began + _SHORT_S
             if not self._look(is_over):
                 return False
             self._look = None

@@ -29,6 +29,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "_LONGEST_MERGED": 6,
         "_LONGEST_SORTED": 4,
         "_SORTED_AHEAD": 1,
+        "_DISCARDED_AT_ONCE": 2,
     }.items():
         monkeypatch.setattr(ordered_rows, name, length)
 

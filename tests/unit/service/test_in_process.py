@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rlplane.control import snapshots, unclaiming
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
-from rlplane.service import in_process
+from rlplane.service import in_process, long_answers
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.in_process import InProcessConnection, LocalService
@@ -346,3 +347,55 @@ def test_a_lease_that_a_finalizer_gives_back_in_the_middle_of_a_request_is_relea
     connection.exchange(wire.ListIds("p"))
     monkeypatch.undo()
     assert isinstance(connection.exchange(wire.Reserve(LIMIT, 0.0)), wire.Reserved)
+
+
+class Between:
+    """What others do between two slices of something long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module, name in ((long_answers, "_MANY"), (long_answers, "_AT_ONCE"), (snapshots, "_MANY")):
+            monkeypatch.setattr(module, name, 1)
+        monkeypatch.setattr(unclaiming, "_SAMPLES_AT_ONCE", 1)
+        self.act: Callable[[], object] = lambda: None
+        sleep = time.sleep
+
+        def let_others(seconds: float) -> None:
+            act, self.act = self.act, lambda: None  # what they do has slices too
+            act()
+            self.act = act
+            sleep(0)
+
+        monkeypatch.setattr(time, "sleep", let_others)
+
+
+def test_others_are_served_while_a_long_answer_is_encoded(
+    service: LocalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = InProcessConnection(service), InProcessConnection(service)
+    put(mine, "a", "b", "c")
+    between = Between(monkeypatch)
+    counts: list[wire.Answer] = []
+
+    def count_and_clear() -> None:
+        counts.append(other.exchange(wire.Count("p")))
+        other.exchange(wire.Clear("p", ["b", "c"]))
+
+    between.act = count_and_clear
+    assert ids_of(mine.exchange(claim(3))) == ["a", "b", "c"]  # as they were when it was made
+    assert counts[0] == wire.Done(3) and counts[1] == wire.Done(1)
+
+
+def test_a_long_claim_that_is_interrupted_while_it_is_encoded_is_given_back(
+    service: LocalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, other = InProcessConnection(service), InProcessConnection(service)
+    put(mine, "a", "b", "c")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        Between(patch).act = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            mine.exchange(claim(3))
+    assert ids_of(other.exchange(claim(3))) == ["a", "b", "c"]

@@ -25,6 +25,7 @@ def claim(size: int, where: dict[str, Any]) -> wire.Envelope:
 @pytest.fixture(autouse=True)
 def the_shortest_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "_SLICE_S", 0.0)
+    monkeypatch.setattr(stall, "_SHORT_S", FOREVER)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,15 @@ def test_a_peek_in_an_order_is_looked_at_in_pieces(
 def test_a_claim_that_finds_its_batch_at_the_front_is_not_looked_at_in_pieces(desk: Desk) -> None:
     look = desk.service.look_ahead(claim(8, {"v": {"<": SAMPLES}}))
     assert look is not None and look()
+
+
+def test_after_a_long_look_others_come_before_the_claim(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_SHORT_S", 0.0)
+    monkeypatch.setattr(stall, "_SLICE_S", FOREVER)
+    look = desk.service.look_ahead(claim(8, {"v": {"<": -1}}))
+    assert look is not None and not look()
+    monkeypatch.setattr(stall, "_SHORT_S", FOREVER)
+    assert look()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from rlplane.errors import UnknownPartitionError
 from rlplane.service import commits, long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
+from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import JournaledHost, recover
@@ -480,6 +481,29 @@ def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
     assert isinstance(plane.answers[0, 3], wire.Done)
     assert sorted(plane.service.state.partition("p").rows) == sorted(MANY)
     assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY
+
+
+def test_what_a_very_long_put_was_made_of_is_freed_in_slices_after_it_is_answered(
+    empty_desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = empty_desk
+    monkeypatch.setattr(commits, "_MANY_TO_FREE", AT_ONCE)
+    monkeypatch.setattr(staging, "_FREED_AT_ONCE", AT_ONCE)
+    for value in (1, 2):
+        request = begin_put(desk, list(MANY), tags=[{"n": value} for _ in MANY])
+        while request not in desk.answers:
+            desk.service.go_on()
+        assert desk.service.state.count("p", {"n": value}) == len(MANY)
+        (work,) = desk.service.work
+        assert isinstance(work, PutWork)
+        left: list[list[Any]] = [work._staging._ids, work._staging._given or [], work._staging._replaced]
+        assert list(map(len, left)) == [len(MANY), len(MANY), len(MANY) * (value - 1)]
+        while desk.service.has_work:
+            before = sum(map(len, left))
+            desk.service.go_on()
+            assert before - sum(map(len, left)) <= AT_ONCE
+        assert not any(left)
+    assert desk.claimed(2, 3) == MANY[:3]
 
 
 @pytest.mark.parametrize("come", range(6))

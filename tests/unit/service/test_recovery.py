@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import clearing, staging
+from rlplane.control import clearing, snapshots, staging, unclaiming
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -30,7 +30,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import LossWork
+from rlplane.service.long_work import LossWork, UnclaimWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -51,6 +51,10 @@ def the_shortest_slices() -> Iterator[None]:
         patch.setattr(staging, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(commits, "_MANY_SAMPLES", 2)
         patch.setattr(long_work, "_AT_ONCE", 3)
+        patch.setattr(unclaiming, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(commits, "_MANY_TO_FREE", 2)
+        patch.setattr(staging, "_FREED_AT_ONCE", 2)
+        patch.setattr(snapshots, "_MANY", 1)
         yield
 
 
@@ -110,8 +114,8 @@ class JournaledDesk:
             return
         kind = pick.choices(
             ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
-             "leave", "unreserve", "lose", "drop", "go on"],
-            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 9 * self.service.has_work],
+             "leave", "unreserve", "lose", "drop", "unclaim", "go on"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 2, 9 * self.service.has_work],
         )[0]  # fmt: skip
         ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
         more: dict[str, Any] = {}
@@ -133,14 +137,19 @@ class JournaledDesk:
                 self._commit(client, ids, timeout_s, more)
             case "claim":
                 where = pick.choice([None, None, {"n": {">=": 2}}])
-                request = wire.ClaimRequest(
+                claim = wire.ClaimRequest(
                     "p", pick.choice("tu"), ["x"], pick.randrange(1, 4), pick.random() < 0.6, timeout_s, where
                 )
                 if pick.random() < 0.3:
-                    request.order = pick.choice(["lifo", "priority:n"])
-                self.ask(client, request, **more)
+                    claim.order = pick.choice(["lifo", "priority:n"])
+                self.ask(client, claim, **more)
             case "clear":
-                self.ask(client, wire.Clear("p", pick.choice([ids, ids, None])), **more)
+                request = wire.Clear("p", pick.choice([ids, ids, None]))
+                if request.ids is not None:
+                    request.ids, _, request.named = self._named(client, request.ids, None)
+                self.ask(client, request, **more)
+            case "unclaim":
+                self.ask(client, wire.Unclaim("p", pick.choice("tu"), ids, pick.random() < 0.3), **more)
             case "drop":
                 self.ask(client, wire.DropPartition("p"), **more)
             case "go on":
@@ -186,8 +195,22 @@ class JournaledDesk:
             used = PAGE * self.random.randrange(1, place.size // PAGE + 1)
             names, layouts = ["x"], [layout_of(used, len(ids))]
         number = None if place is None else place.number
+        ids, tags, named = self._named(client, ids, tags)
         request = wire.Commit("p", version, ids, names, layouts, number, used, timeout_s, tags, want=PAGE)
+        request.named = named
         self.ask(client, request, **more)
+
+    def _named(
+        self, client: int, ids: list[str], tags: list[dict[str, Any]] | None
+    ) -> tuple[list[str], list[dict[str, Any]] | None, int | None]:
+        """What a request says of its samples: their names, or that these have come before."""
+        if self.random.random() < 0.7:
+            return ids, tags, None
+        named = self.random.randrange(2**62)
+        for at, sample_id in enumerate(ids):
+            self.ask(client, wire.Naming(named, at, [sample_id], None if tags is None else [tags[at]]))
+            self._flush()
+        return [], None, named
 
     def compact(self) -> None:
         about = About({0: "secret 0"}, 0, 3, 9, self.host.in_use, self.host.last_place, self.host.given_back)
@@ -223,7 +246,13 @@ def picture(service: ControlService) -> dict[str, Any]:
         "places": {n: service.table.places[n] for n, count in references.items() if count},
         "references": {n: count for n, count in references.items() if count},
         "clients": {
-            client: (dict(held.reserved), held.spare, dict(held.answers), list(held.abandoned))
+            client: (
+                dict(held.reserved),
+                held.spare,
+                dict(held.answers),
+                list(held.abandoned),
+                str(held.named),
+            )
             for client, held in service.clients.items()
         },
     }
@@ -234,6 +263,9 @@ def work_picture(work: Any) -> list[Any]:
         losing = work._losing
         return [work._blocks, sorted(work._lost), losing and (losing._at, losing.count)]
     asked = [(request.client, request.number, request.remembered) for request in work.requests]
+    if isinstance(work, UnclaimWork):
+        ending = work._unclaiming
+        return [asked, list(ending._ids), ending._at, ending._owner, ending._before, ending.is_finished]
     if isinstance(work, PutWork):
         staged = work._staging
         return [
@@ -247,7 +279,7 @@ def work_picture(work: Any) -> list[Any]:
     return [
         asked,
         [
-            (list(each._which), each._at, each.count, partition_picture(each.partition))
+            (each._rows.tolist(), list(each._ids), each._at, each.count, partition_picture(each.partition))
             for each in work._clearings
         ],
     ]
