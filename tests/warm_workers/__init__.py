@@ -22,13 +22,16 @@ from pathlib import Path
 __all__ = ["warm_workers"]
 
 _HERE = Path(__file__).parent
+_SITE = str(_HERE / "site")
 _SOCKET = "WARM_WORKERS_SOCKET"
 
 
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
-    """Inside, the workers of every Ray that this process and its children start are forked, unless those of a
-    process above are so already."""
+    """Inside, the workers of every Ray that this process and its children start are forked, by the server of
+    a process above if there is one."""
+    # The bench's processes inherit the module path and not its variable.
+    sys.path.append(_SITE)
     if _SOCKET in os.environ:
         yield
         return
@@ -39,7 +42,7 @@ def warm_workers() -> Iterator[None]:
         [sys.executable, str(_HERE / "server.py"), address], stdin=subprocess.PIPE
     )
     os.environ[_SOCKET] = address
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_HERE / "site"), before]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_SITE, before]))
     try:
         yield
     finally:
