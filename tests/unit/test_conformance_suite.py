@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 import rlplane.testing
 from rlplane.testing import checks
@@ -20,7 +21,7 @@ CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
 
 def run_pytest(*arguments, cwd):
     command = [sys.executable, "-m", "pytest", "-p", "no:slipcover", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return run_warm(command, cwd=cwd, timeout=280)
 
 
 def test_listing_the_checks_does_not_hide_the_function_that_lists_them():
