@@ -424,11 +424,9 @@ print("done")
     ("backend", "storage"), [("simple", "SimpleStorage"), ("mooncake_cpu", "MooncakeStore")]
 )
 def test_a_job_that_knows_only_their_name_runs_on_a_cluster(ray_cluster, backend, storage):
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", ON_A_CLUSTER, ray_cluster, backend, storage, f"standing-in-{backend}"],
         env={**os.environ, "RLPLANE_AS_TRANSFER_QUEUE": "1"},
-        capture_output=True,
-        text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]

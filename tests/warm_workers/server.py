@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing.process
 import os
 import runpy
 import selectors
@@ -103,8 +104,12 @@ def _begin(streams: list[int], network: int, environment: dict[str, str], direct
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    # Where processes that it spawns look for its script.
+    multiprocessing.process.ORIGINAL_DIR = directory  # type: ignore[attr-defined]
     if threads := environment.get("OMP_NUM_THREADS"):  # it is read when torch is loaded
         sys.modules["torch"].set_num_threads(int(threads))
+    if environment.get("RLPLANE_AS_TRANSFER_QUEUE", "0") not in ("", "0"):  # and this when Python starts
+        importlib.import_module("rlplane.compat.transfer_queue_import").install()
 
 
 def _set_path(first: str, environment: dict[str, str]) -> None:
