@@ -71,9 +71,11 @@ def run_warm(
     input: bytes = b"",
     timeout: float = 300.0,
     check: bool = False,
+    network: Path | str = "/proc/self/ns/net",
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` for a Python program, with its output as text. It finds torch and the like loaded:
-    this is not for tests of what is loaded, or of how a process begins. It has a session of its own."""
+    this is not for tests of what is loaded, or of how a process begins. It has a session of its own,
+    and the network namespace of the file ``network``."""
     python, *arguments = command
     assert python == sys.executable
     asked = {
@@ -86,13 +88,13 @@ def run_warm(
         tempfile.TemporaryFile("w+") as stdout,
         tempfile.TemporaryFile("w+") as stderr,
         tempfile.TemporaryFile() as stdin,
-        open("/proc/self/ns/net") as network,
+        open(network) as namespace,
     ):
         stdin.write(input)
         stdin.seek(0)
         connection.settimeout(timeout)
         connection.connect(os.environ[_SOCKET])
-        streams = [each.fileno() for each in (stdin, stdout, stderr, network)]
+        streams = [each.fileno() for each in (stdin, stdout, stderr, namespace)]
         socket.send_fds(connection, [b"."], streams)
         connection.sendall(json.dumps(asked).encode())
         connection.shutdown(socket.SHUT_WR)
