@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.warm_workers import run_warm
 
 from rlplane.metrics.snapshot import SessionState
 from rlplane.viewing.feed import RunFeed, read_run
@@ -193,12 +194,8 @@ def test_a_served_plane_can_be_joined_and_ends_on_ctrl_c() -> None:
             "print(client.list_sample_ids('p'))\n"
             "client.close()"
         )
-        joined = subprocess.run(
+        joined = run_warm(
             [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
             env=os.environ | {"RLPLANE_CONTROLLER_ADDRESS": address},
         )
         assert joined.stdout == "['a']\n", joined.stderr

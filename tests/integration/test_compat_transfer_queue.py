@@ -16,6 +16,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 from tests.integration.conftest import cluster_config
+from tests.warm_workers import run_warm
 
 from rlplane.compat import transfer_queue as tq
 from rlplane.compat.transfer_queue.conf import build_sampler, engine_config, merged
@@ -35,10 +36,8 @@ def keys(count: int, prefix: str = "k") -> list[str]:
 
 def in_another_process(code: str) -> Any:
     """What ``code`` prints, as JSON; it runs in a child, which finds the plane by itself."""
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", f"import json\nfrom rlplane.compat import transfer_queue as tq\n{code}"],
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -425,11 +424,9 @@ print("done")
     ("backend", "storage"), [("simple", "SimpleStorage"), ("mooncake_cpu", "MooncakeStore")]
 )
 def test_a_job_that_knows_only_their_name_runs_on_a_cluster(ray_cluster, backend, storage):
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", ON_A_CLUSTER, ray_cluster, backend, storage, f"standing-in-{backend}"],
         env={**os.environ, "RLPLANE_AS_TRANSFER_QUEUE": "1"},
-        capture_output=True,
-        text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]

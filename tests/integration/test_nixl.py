@@ -7,11 +7,11 @@ brings along. The code of the tests is in ``nixl_transfers.py``.
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 
 @pytest.mark.skipif(
@@ -20,10 +20,8 @@ import pytest
 def test_real_transfers_are_measured() -> None:
     tests = str(Path(__file__).with_name("nixl_transfers.py"))
     program = f"import os, pytest; code = pytest.main(['-q', '-p', 'no:cacheprovider', {tests!r}])"
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", f"{program}; print(flush=True); os._exit(code)"],
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.warm_workers import run_warm
 
 import rlplane
 from rlplane.metrics.discovery import RunInfo, list_runs
@@ -48,10 +49,10 @@ with rlplane.build_data_plane_client(rlplane.load_config("shm", overrides), boot
 """
 
 
-def start_worker(*arguments: str, inherits: bool) -> subprocess.Popen[bytes]:
+def run_worker(*arguments: str, inherits: bool) -> int:
     hidden = () if inherits else (METRICS_ADDRESS_VARIABLE, "RLPLANE_CONTROLLER_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], env=environment)
+    return run_warm([sys.executable, "-c", WORKER, *arguments], env=environment).returncode
 
 
 def test_the_bootstrap_client_starts_an_aggregator_that_workers_find_and_ends_it(tmp_path: Path) -> None:
@@ -60,11 +61,8 @@ def test_the_bootstrap_client_starts_an_aggregator_that_workers_find_and_ends_it
         address = client.controller_address  # type: ignore[attr-defined]
         run = run_of(address)
         assert not run.remote_address  # On one machine, no port is opened.
-        workers = [
-            start_worker("child", inherits=True),
-            start_worker("stranger", address, inherits=False),
-        ]
-        assert [worker.wait(300) for worker in workers] == [0, 0]
+        assert run_worker("child", inherits=True) == 0
+        assert run_worker("stranger", address, inherits=False) == 0
         with MetricsSnapshotSubscriber(run.snapshot_address) as subscriber:
             live = subscriber.wait_for_snapshot(timeout=20.0)
         assert live is not None and live.run_id == run.run_id

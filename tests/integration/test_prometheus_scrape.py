@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,15 +32,16 @@ class Run(NamedTuple):
     exposition: str
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("RLPLANE_METRICS_ADDRESS", raising=False)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    directory = tmp_path_factory.mktemp("x")
+    environment = {name: value for name, value in os.environ.items() if name != "RLPLANE_METRICS_ADDRESS"}
     process = subprocess.Popen(
-        [sys.executable, str(RUN), str(tmp_path / "run"), "0"],
+        [sys.executable, str(RUN), str(directory / "run"), "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**environment, "XDG_RUNTIME_DIR": str(directory)},
     )
     assert process.stdin is not None and process.stdout is not None
     try:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from tests.integration import shm_workers as workers
+from tests.warm_workers import run_warm
 
 from rlplane.config import load_config
 from rlplane.errors import CapacityError, CapacityTimeoutError
@@ -303,9 +304,7 @@ for fd in fillers:
     os.close(fd)
 print(int(plane.get_samples(["a"], "flow", ["x"])["x"].sum()))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script, plane.controller_address], capture_output=True, text=True, timeout=300
-    )
+    result = run_warm([sys.executable, "-c", script, plane.controller_address], timeout=300)
     assert result.returncode == 0, result.stderr
     assert "ulimit -n" in result.stdout and str(MB) in result.stdout
     plane.close()

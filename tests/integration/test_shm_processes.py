@@ -15,6 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tests.integration import shm_workers as workers
+from tests.warm_workers import run_warm
 from torch.utils.data import DataLoader, Dataset
 
 from rlplane.adapters.local.shm import ShmDataPlaneClient
@@ -45,7 +46,7 @@ def test_a_script_that_fails_without_closing_shows_its_own_error_alone(tmp_path)
         "client.register_partition('flow', ['x'], 1, ['train'])\n"
         "raise ValueError('mine')\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_warm([sys.executable, str(script)], timeout=120)
     assert "ValueError: mine" in done.stderr
     assert "Exception ignored" not in done.stderr, done.stderr
 
@@ -141,7 +142,7 @@ def test_a_child_process_finds_the_plane_in_its_environment(plane):
         "plane = rlplane.build_data_plane_client(rlplane.load_config('shm'), bootstrap=False)\n"
         "print(plane.list_sample_ids('flow'))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_warm([sys.executable, "-c", script], timeout=300)
     assert done.stdout.strip() == "['a']", done.stderr
 
 
@@ -214,7 +215,7 @@ def test_a_process_that_forgets_to_close_leaves_nothing_behind():
         "plane.register_partition('flow', ['x'], 8, ['train'])\n"
         "print(plane.controller_address, plane._supervisor.pid)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_warm([sys.executable, "-c", script], timeout=300)
     address, controller = done.stdout.split()
     deadline = 0
     while Path(f"/proc/{controller}").exists() and deadline < 2000:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -31,10 +31,8 @@ def scripts(page: str, directory: Path, *changes: tuple[str, str]) -> dict[str, 
 
 
 def run(script: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
         timeout=250,
         cwd=script.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import pytest
 import ray
 import torch
 from tensordict import TensorDict
+from tests.warm_workers import run_warm
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
 from rlplane.errors import MissingDataError, PlaneConnectionError
@@ -463,10 +463,8 @@ def test_a_dead_mooncake_master_is_an_error_in_time_and_its_clients_can_end(ray_
         "local_buffer_size": 4 << 20,
         "ack_timeout_ms": 5000,
     }
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", LOSE_THE_MASTER, json.dumps(config)],
-        capture_output=True,
-        text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]

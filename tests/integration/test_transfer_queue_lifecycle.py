@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 from tensordict import NonTensorStack, TensorDict
+from tests.warm_workers import run_warm
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
 from rlplane.errors import CheckpointError, ConfigError, PlaneConnectionError
@@ -83,11 +84,9 @@ def test_without_ray_the_client_starts_one_and_ends_all_of_it_in_silence(tmp_pat
     config = small(**{"transfer_queue.ray_address": "local"})
     os.makedirs(directory)
     try:
-        done = subprocess.run(
+        done = run_warm(
             [sys.executable, "-c", USE_A_PLANE, json.dumps(config), str(pids)],
             env=environment,
-            capture_output=True,
-            text=True,
             timeout=240,
         )
     finally:
@@ -193,11 +192,9 @@ def test_a_process_that_is_not_rays_joins_by_the_inherited_address_alone(start_p
     # In a directory where Ray leaves no trace of a cluster of this machine: the variable is all it has.
     environment.update(RLPLANE_CONTROLLER_ADDRESS=ray_cluster, RAY_TMPDIR=str(tmp_path))
     config = {"transfer_queue.namespace": client._plane.namespace}
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", JOIN_BY_THE_ENVIRONMENT, json.dumps(config)],
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 MODULES = {
     "tests/e2e/test_kv_interface_e2e.py": 56,
@@ -67,7 +67,7 @@ def test_transfer_queues_own_tests_pass_on_our_plane(tmp_path: Path) -> None:
     options = ["-c", str(tmp_path / "pytest.ini"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     options += ["-p", "tests.integration.transfer_queue_stand_in"]
     roots = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-m", "pytest", "-p", "no:slipcover", "-v", *options, *unwanted, *modules],
         env={
             **os.environ,
@@ -76,8 +76,6 @@ def test_transfer_queues_own_tests_pass_on_our_plane(tmp_path: Path) -> None:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RLPLANE_CONTROLLER_ADDRESS": "",
         },
-        capture_output=True,
-        text=True,
         timeout=240,
         cwd=tmp_path,
     )

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 from rlplane.viewing.feed import read_run
 
@@ -54,6 +55,9 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]
+
+    def run_python(self, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        return run_warm([sys.executable, *arguments], env=env, network=f"/run/netns/{self.name}")
 
     def received(self) -> int:
         """Bytes that came over the cable."""
@@ -194,8 +198,8 @@ print(json.dumps({"produced": produced, "count": count, "consumed": where, "foun
 def test_a_batch_that_one_host_writes_is_read_on_another(hosts, backend):
     head, worker = hosts
     before = worker.received()
-    command = head.command(sys.executable, "-c", MOVE_A_BATCH, f"{HEAD}:6379", backend, WORKER, HEAD)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    arguments = (f"{HEAD}:6379", backend, WORKER, HEAD)
+    done = head.run_python("-c", MOVE_A_BATCH, *arguments, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == {
@@ -453,9 +457,9 @@ print(json.dumps({"where": where, "rows": rows, "tags": tags, "backend": backend
 )
 def test_transfer_queues_own_config_uses_the_storage_of_the_cluster_by_itself(hosts, storage, backend, name):
     head, _ = hosts
-    command = head.command(sys.executable, "-c", UNDER_THEIR_CONFIG, f"{HEAD}:6379", storage, WORKER, name)
+    arguments = (f"{HEAD}:6379", storage, WORKER, name)
     environment = {**ENVIRONMENT, "RLPLANE_AS_TRANSFER_QUEUE": str(int(name == "transfer_queue"))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = head.run_python("-c", UNDER_THEIR_CONFIG, *arguments, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "where": WORKER,

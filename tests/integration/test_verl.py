@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm_workers import run_warm
 
 JOB = Path(__file__).with_name("verl_job.py")
 
 
 def run_job(**environment: str) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name != "RLPLANE_CONTROLLER_ADDRESS"}
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, str(JOB)],
         env={**inherited, "RAY_USAGE_STATS_ENABLED": "0", **environment},
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-4000:]

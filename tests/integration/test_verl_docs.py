@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.warm_workers import run_warm
 
 from rlplane import load_config
 from rlplane.compat import transfer_queue
@@ -23,12 +24,10 @@ def test_the_job_without_a_gpu_runs(tmp_path: Path) -> None:
     (job,) = snippets("python")
     (tmp_path / "job.py").write_text(job)
     environment = {name: value for name, value in os.environ.items() if name != "RLPLANE_CONTROLLER_ADDRESS"}
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "job.py"],
         cwd=tmp_path,
         env=environment | {"RLPLANE_AS_TRANSFER_QUEUE": "1"},
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ class Call(threading.Thread):
 
 
 @pytest.fixture(scope="module", params=["shm", "simple", "mooncake_cpu"])
-def planes(request):
+def planes(request, ray_cluster):
     """The bootstrap client of a small plane, and a worker of it."""
     small = {"global_segment_size": 32 * MB, "storage_capacity": 1000}
     if request.param == "shm":
@@ -57,7 +57,6 @@ def planes(request):
         address = {"controller_address": first.controller_address}
         second = build_data_plane_client(load_config("shm", address), bootstrap=False)
     else:
-        request.getfixturevalue("ray_cluster")
         first = TQDataPlaneClient(cluster_config(request.param, **small))
         second = TQDataPlaneClient(first._cfg, bootstrap=False)
     yield first, second

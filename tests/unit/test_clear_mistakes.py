@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.warm_workers import run_warm
 
 import rlplane
 from rlplane.interfaces import DataPlaneClient
@@ -35,9 +35,7 @@ def test_a_child_that_forgets_bootstrap_false_joins_with_a_warning() -> None:
     with rlplane.build_data_plane_client(rlplane.load_config("shm")) as client:
         client.register_partition("p", ["x"], 10, ["train"])
         client.put_samples(["a"], "p", None, [{}])
-        child = subprocess.run(
-            [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=300, check=True
-        )
+        child = run_warm([sys.executable, "-c", CHILD], timeout=300, check=True)
         assert child.stdout.startswith("['a']") and "bootstrap=False" in child.stdout
         assert client.list_sample_ids("p") == ["a"]  # and its close has not ended the plane
 

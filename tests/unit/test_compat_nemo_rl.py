@@ -2,7 +2,6 @@
 
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.warm_workers import run_warm
 
 from rlplane.compat.nemo_rl import register
 from rlplane.compat.nemo_rl.config import plane_config
@@ -98,7 +98,7 @@ def test_the_snippets_of_its_page_run(nemo_rl: Path) -> None:
 
 def run_with(nemo_rl: Path, script: str, given: bytes = b"") -> None:
     code = f"import sys; sys.path.insert(0, {str(nemo_rl)!r})\n{script}"
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, timeout=300)
+    done = run_warm([sys.executable, "-c", code], input=given, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 import rlplane.testing
 from rlplane.testing import checks
@@ -21,7 +22,7 @@ SCRIPT = runpy.run_path(str(ROOT / "scripts" / "promises_table.py"))
 
 def run_pytest(*arguments, cwd):
     command = [sys.executable, "-m", "pytest", "-p", "no:slipcover", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return run_warm(command, cwd=cwd, timeout=280)
 
 
 def test_listing_the_checks_does_not_hide_the_function_that_lists_them():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.warm_workers import run_warm
 
 GUIDE = Path(__file__).parents[2] / "docs" / "flow.md"
 
@@ -15,7 +16,5 @@ def test_the_snippets_of_the_guide_to_flow_control_run(tmp_path: Path) -> None:
     assert len(snippets) == 7
     script = tmp_path / "guide.py"
     script.write_text("\n".join(snippets), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_warm([sys.executable, str(script)], timeout=300)
     assert done.returncode == 0, done.stderr

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.warm_workers import run_warm
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 
@@ -19,12 +20,10 @@ def test_the_snippets_run(tmp_path):
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     environment |= {f"WANDB_{name}": str(tmp_path) for name in ("DIR", "CACHE_DIR", "CONFIG_DIR")}
     code = "\n".join(snippets)
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=200,
     )
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.warm_workers import run_warm
 
 import rlplane
 from rlplane import errors, interfaces
@@ -132,5 +133,5 @@ def test_a_snippet_of_the_documentation_runs(snippet: str, tmp_path: Path) -> No
     # From a file, because a snippet that starts processes has to be importable by them.
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    done = run_warm([sys.executable, str(script)])
     assert done.returncode == 0, done.stderr

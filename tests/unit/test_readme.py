@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.warm_workers import run_warm
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -14,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 def test_the_example_of_twenty_lines_runs():
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 20
-    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300)
+    done = run_warm([sys.executable, "-c", snippet], timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
         done.stdout.strip() == "['b', 'c', 'd'] tensor([0.0000, 1.0000, 0.5000]) [[0], [0, 1, 2, 3], [0, 1]]"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.warm_workers import run_warm
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -29,7 +30,7 @@ def cells(path: Path) -> list[tuple[str, str]]:
 
 def run_together(path: Path) -> None:
     code = "\n".join(snippets(path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    done = run_warm([sys.executable, "-c", code], timeout=240)
     assert done.returncode == 0, done.stderr
 
 
@@ -57,10 +58,8 @@ def test_the_notebook_is_the_tutorial_and_runs() -> None:
 
 
 def run_example(name: str, **environment: Any) -> str:
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, str(ROOT / "examples" / name)],
-        capture_output=True,
-        text=True,
         timeout=280,
         env={**os.environ, **environment},
     )

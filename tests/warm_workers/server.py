@@ -1,4 +1,5 @@
-"""``server.py SOCKET``: forks a worker of Ray's for each process that asks. See ``__init__.py``."""
+"""``server.py NUMBER``, which is that of a socket that listens: forks a process for each who asks, to be a
+worker of Ray's or a program. See ``__init__.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing.process
 import os
 import runpy
 import selectors
 import signal
 import socket
 import sys
+import types
+from typing import Any
 
 # What a worker of a plane loads. Not Ray, which reads the environment of its worker when it is loaded, nor
 # what loads Ray; but what Ray itself loads.
@@ -25,8 +29,10 @@ _LOADED = (
     "jsonschema",
     "msgpack",
     "psutil",
+    "pydantic.main",
     "requests",
     "uvloop",
+    "wcwidth",
     "yaml",
     "zmq.asyncio",
     "rlplane.adapters.async_client",
@@ -37,20 +43,18 @@ _LOADED = (
 _CLONE_NEWNET = 0x40000000
 
 
-def serve(address: str) -> None:
-    """Wait for the first who asks, load what workers need, then fork one for each."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Wait for the first who asks, load what workers need, then fork a process for each. It returns in those,
+    what was asked for."""
     waiting = selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ)
     waiting.register(0, selectors.EVENT_READ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its end is that of its stdin
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a worker ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who wants to know how a process ended has it watched
     is_warm = False
     while True:
         if any(key.fileobj == 0 for key, _ in waiting.select()):
-            return
+            return None
         if not is_warm:
             for name in _LOADED:
                 importlib.import_module(name)
@@ -61,24 +65,35 @@ def serve(address: str) -> None:
         connection, _ = listener.accept()
         with connection:
             _, inherited, _, _ = socket.recv_fds(connection, 1, 4)
-            what = json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))  # noqa: B023
+            asked = json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))  # noqa: B023
             if os.fork() == 0:
                 waiting.close()
                 listener.close()
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                if "arguments" in asked:
+                    _watch(connection, inherited)
                 connection.close()
-                work(inherited[:3], inherited[3], **what)
-            connection.send(b".")
+                return {"streams": inherited[:3], "network": inherited[3], **asked}
+            if "arguments" not in asked:
+                connection.send(b".")
             for descriptor in inherited:
                 os.close(descriptor)
 
 
-def work(
-    streams: list[int], network: int, command: list[str], environment: dict[str, str], directory: str
-) -> None:
-    """Be the worker that was asked for."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _watch(connection: socket.socket, inherited: list[int]) -> None:
+    """Return in one more process; here, tell its number and then how it ended."""
+    if process := os.fork():
+        for descriptor in inherited:
+            os.close(descriptor)
+        connection.send(b"%d\n" % process)
+        _, status = os.waitpid(process, 0)
+        connection.send(b"%d\n" % os.waitstatus_to_exitcode(status))
+        os._exit(0)
+
+
+def _begin(streams: list[int], network: int, environment: dict[str, str], directory: str) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -89,10 +104,24 @@ def work(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    # Where processes that it spawns look for its script.
+    multiprocessing.process.ORIGINAL_DIR = directory  # type: ignore[attr-defined]
+    if threads := environment.get("OMP_NUM_THREADS"):  # it is read when torch is loaded
+        sys.modules["torch"].set_num_threads(int(threads))
+    if environment.get("RLPLANE_AS_TRANSFER_QUEUE", "0") not in ("", "0"):  # and this when Python starts
+        importlib.import_module("rlplane.compat.transfer_queue_import").install()
+
+
+def _set_path(first: str, environment: dict[str, str]) -> None:
+    """As in a process that begins with this environment."""
+    sys.path[:1] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def work(command: list[str], environment: dict[str, str], **rest: Any) -> None:
+    """Be the worker that was asked for."""
+    _begin(environment=environment, **rest)
     sys.argv = command
-    # As in a process that begins with this environment.
-    mine = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [os.path.dirname(command[0]), *mine]
+    _set_path(os.path.dirname(command[0]), environment)
     code = 1
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -107,5 +136,42 @@ def work(
         os._exit(code)
 
 
+def run(arguments: list[str], environment: dict[str, str], **rest: Any) -> None:
+    """Be ``python`` with these arguments: ``-c CODE``, ``-m MODULE`` or a script, and its own. Ends as that
+    does, so threads are waited for and what was registered for the end is called."""
+    _begin(environment=environment, **rest)
+    # Those of the server may have been made for a terminal.
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, "w" if number else "r", closefd=False, buffering=1 if number == 2 else -1)  # noqa: SIM115
+        for number in range(3)
+    )
+    kind, *given = arguments
+    try:
+        if kind == "-m":
+            sys.argv = given
+            _set_path(os.getcwd(), environment)
+            runpy.run_module(given[0], run_name="__main__", alter_sys=True)
+            return
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        if kind == "-c":
+            sys.argv = ["-c", *given[1:]]
+            _set_path("", environment)
+            code = compile(given[0], "<string>", "exec")
+        else:
+            sys.argv = arguments
+            _set_path(os.path.dirname(os.path.abspath(kind)), environment)
+            main.__file__ = kind
+            with open(kind, "rb") as script:
+                code = compile(script.read(), kind, "exec")
+        exec(code, main.__dict__)
+    except Exception as error:
+        # Without the lines of this file, which the program knows nothing of.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    what = serve(socket.socket(fileno=int(sys.argv[1])))
+    if what is not None:
+        (run if "arguments" in what else work)(**what)

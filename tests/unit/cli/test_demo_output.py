@@ -1,8 +1,9 @@
 """What `rlplane demo --json` prints is JSON, whatever the libraries below it print."""
 
 import json
-import subprocess
 import sys
+
+from tests.warm_workers import run_warm
 
 PROGRAM = """
 import sys
@@ -21,9 +22,7 @@ main()
 
 
 def test_a_library_that_prints_does_not_spoil_the_json(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=200
-    )
+    done = run_warm([sys.executable, "-c", PROGRAM, str(tmp_path)], timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"]
     assert "(raylet) WARNING" in done.stderr
