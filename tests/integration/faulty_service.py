@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlplane.adapters.local import process
-from rlplane.control import clearing
-from rlplane.service import journal
+from rlplane.control import clearing, snapshots, unclaiming
+from rlplane.service import journal, long_answers
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.server import Server
@@ -48,7 +48,8 @@ def arm(target: str, when: str, nth: int) -> None:
 if __name__ == "__main__":
     plan = Path(sys.argv.pop(1))
     journal._COMPACT_BYTES = 4096
-    clearing._SAMPLES_AT_ONCE = 1
+    clearing._SAMPLES_AT_ONCE = unclaiming._SAMPLES_AT_ONCE = 1
+    long_answers._MANY = snapshots._MANY = 1
     lines = plan.read_text().splitlines()
     if lines:
         plan.write_text("\n".join(lines[1:]))

@@ -22,6 +22,7 @@ from rlplane.adapters.local import shm, supervisor
 from rlplane.adapters.local.shm import ShmDataPlaneClient
 from rlplane.adapters.local.supervisor import Supervisor
 from rlplane.errors import ClaimTimeoutError, PlaneConnectionError
+from rlplane.service import parts
 
 CFG: Any = {
     "enabled": True,
@@ -81,6 +82,41 @@ def test_killed_at_every_step_nothing_is_lost_done_twice_or_changed(plan: Path) 
             _one_cycle(client, worker, other, step)
         _one_cycle(client, worker, other, step + 1)
     assert not Path(str(client.controller_address).removeprefix("shm://")).exists()
+
+
+@pytest.mark.timeout(240)
+def test_killed_at_any_step_of_calls_that_are_several_requests_nothing_is_lost_or_done_twice(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_AT_ONCE", 1)
+    faults = [
+        *(f"ControlService.handle {when} {n}" for when in ("before", "after") for n in (2, 5, 9)),
+        *(f"ControlService.go_on {when} {n}" for when in ("before", "after") for n in (1, 3)),
+        *(f"Journal._write {when} {n}" for when in ("before", "torn", "after") for n in (3, 7)),
+        *(f"Server._send_answer {when} {n}" for when in ("before", "after") for n in (3, 8)),
+    ]
+    plan.write_text("\n".join(["Journal.tidy before 1000000", *faults]))
+    with (
+        ShmDataPlaneClient(CFG) as client,
+        ThreadPoolExecutor(1) as other,
+        ShmDataPlaneClient(worker_config(client), bootstrap=False) as worker,
+    ):
+        _kill(client)
+        client.register_partition("q", ["x"], 0, ["t"])
+        step = 0
+        while plan.read_text():
+            step += 1
+            assert step < 300, f"these faults were never met: {plan.read_text().splitlines()}"
+            _one_cycle(client, worker, other, step)
+            ids = [f"q{step}_{n}" for n in range(3)]
+            worker.put_samples(ids, "q", batch(ids, step), [{"n": n} for n in range(3)])
+            worker.unclaim(worker.claim_meta("q", "t", ["x"], 3, timeout_s=60))
+            again: Any = client.claim_meta("q", "t", ["x"], 3, timeout_s=60)
+            assert again.sample_ids == ids and [tags["n"] for tags in again.tags] == [0, 1, 2]
+            assert (client.get_data(again)["x"] == step).all()
+            client.finish_claims(again)
+            client.clear_samples(ids, "q")
+        assert client.list_sample_ids("q") == [] and client.service_status()["leases"] == 0
 
 
 def _one_cycle(client: Any, worker: Any, other: ThreadPoolExecutor, step: int) -> None:

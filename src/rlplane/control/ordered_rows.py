@@ -24,6 +24,7 @@ _FRONT = 8192
 _LONGEST_MERGED = 1 << 17
 _SORTED_AHEAD = 1 << 14
 _DISCARDED_AT_ONCE = 1 << 14
+_COMPACTED_AT_ONCE = 1 << 17
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
 _ABSENT = -1  # the stamp of a row that is not in the queue
@@ -140,6 +141,7 @@ class OrderedRowQueue(ReadyQueue):
         self._runs: list[_Run] = []  # none of their entries comes before one of the front
         self._count = _FIRST_NUMBER
         self._stamps = 0
+        self._compacted = 0
 
     def grow(self, size: int) -> None:
         self._key, self._number = grown(self._key, size, 0), grown(self._number, size, 0)
@@ -253,6 +255,9 @@ class OrderedRowQueue(ReadyQueue):
         # In parts that fit into the caches.
         for at in range(0, len(rows), _DISCARDED_AT_ONCE):
             self._discard(rows[at : at + _DISCARDED_AT_ONCE])
+        left = _COMPACTED_AT_ONCE
+        while left > 0 and self._held > 2 * self.ready + 4096:
+            left -= self._compact_some()
 
     def _discard(self, rows: Rows) -> None:
         gone = self._queued(rows)
@@ -260,18 +265,23 @@ class OrderedRowQueue(ReadyQueue):
             self._note_gone(gone)
             self._stamp[gone] = _ABSENT
             self.ready -= len(gone)
-            if self._held > 2 * self.ready + 4096:
-                self._compact()
 
     @property
     def _held(self) -> int:
         return len(self._front.rows) + sum(len(run.rows) for run in self._runs)
 
-    def _compact(self) -> None:
-        self._front = self._front.chosen(self._are_valid(self._front))
-        runs, self._runs = self._runs, []
-        for run in runs:
-            self._add_run(run.chosen(self._are_valid(run)))
+    def _compact_some(self) -> int:
+        """Drop what is not valid any more of the front or of one run, another one each time, because to look
+        at all of a million takes long; return how many entries were looked at."""
+        self._compacted = (self._compacted + 1) % (len(self._runs) + 1)
+        at = self._compacted - 1
+        before = self._front if at < 0 else self._runs[at]
+        after = before.chosen(self._are_valid(before))
+        if at < 0:
+            self._front = after
+        else:
+            self._runs[at : at + 1] = [after] if len(after.rows) else []
+        return max(len(before.rows), 1)
 
     def pop(self, count: int, match: Match | None) -> Rows:
         taken: list[Rows] = []
