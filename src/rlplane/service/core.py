@@ -43,7 +43,7 @@ from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
 from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reservations import Reservations
-from rlplane.service.stall import LoopStall, look_ahead
+from rlplane.service.stall import LoopStall
 from rlplane.storage.places import Loss, Place, StorageHost
 
 __all__ = ["ControlService"]
@@ -209,10 +209,6 @@ class ControlService:
         if self.reservations.waiting and changes:
             # A commit gives back what it does not use, and all of it when it fails.
             self.retry_reservations()
-
-    def look_ahead(self, envelope: wire.Envelope) -> Callable[[], bool] | None:
-        """See :func:`~rlplane.service.stall.look_ahead`."""
-        return look_ahead(self.state, envelope.request)
 
     def _is_repeated(self, request: PendingRequest, held: Client) -> bool:
         answer = held.answers.get(request.number)

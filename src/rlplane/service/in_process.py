@@ -22,6 +22,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.connection import encoded
 from rlplane.service.core import ControlService
 from rlplane.service.long_answers import LongAnswer, is_long_answer
+from rlplane.service.stall import look_ahead
 from rlplane.storage.places import StorageHost
 
 Listener: TypeAlias = Callable[[int, bytes | None], None]
@@ -134,7 +135,7 @@ class LocalService:
 
     def _look_ahead(self, envelope: wire.Envelope) -> None:
         with self._lock:
-            look = self._service.look_ahead(envelope)
+            look = look_ahead(self._service.state, envelope.request)
         while look is not None:
             with self._lock:  # it is free between two looks
                 if look():

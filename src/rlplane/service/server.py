@@ -122,8 +122,7 @@ class Server:
         self._in_use: dict[int, Place] = {}  # the places of before, until all clients are back
         if recovered is not None:
             self._secrets, self._bootstrap = dict(recovered.secrets), recovered.bootstrap
-            self._next_client = recovered.next_client
-            self._in_use = recovered.places
+            self._next_client, self._in_use = recovered.next_client, recovered.places
             self._bootstrap_deadline = None
             self._missing = dict.fromkeys(self._secrets, time.monotonic() + reconnect_timeout_s)
             self.service.set_clock(time.monotonic(), time.time())
@@ -140,9 +139,7 @@ class Server:
                 due = service.next_deadline()
                 if due <= self._busy_since:
                     self._set_time()
-                    service.expire()
-                    self._send_answers()
-                    self._note_stall()
+                    self._do(service.expire)
                     due = service.next_deadline()
                 idle = _LOOK_S if self._missing else _TIDY_S
                 wait = 0.0 if self._has_work else min(due - self._busy_since, idle)
@@ -164,13 +161,9 @@ class Server:
                         self._send_answers()
                     self._note_stall()
                 if self._looking:
-                    self._look_on()
-                    self._send_answers()
-                    self._note_stall()
+                    self._do(self._look_on)
                 if service.has_work:
-                    self._go_on()
-                    self._send_answers()
-                    self._note_stall()
+                    self._do(self._go_on)
                 if self._long_answers:
                     self._encode_on()
                     self._note_stall()
@@ -237,11 +230,14 @@ class Server:
         self._busy_since = service.state.now = time.monotonic()
         service.wall = time.time()
 
+    def _do(self, what: Callable[[], None]) -> None:
+        what()
+        self._send_answers()
+        self._note_stall()
+
     def _note_stall(self) -> None:
         now = time.monotonic()
-        stall = self.service.stall
-        if now - self._busy_since > stall.longest_now or now >= stall.window_ends:
-            stall.record(now - self._busy_since, now)
+        self.service.stall.record(now - self._busy_since, now)
         self._busy_since = now
 
     def _look_at_the_clock(self, *, is_idle: bool) -> None:
@@ -261,10 +257,9 @@ class Server:
             if self._journal.is_long:
                 self._send_answers()
                 self._journal.compact((tuple(self._about(self._storage)), self.service.dump()))
-        if self._unknown:
-            for peer in list(self._unknown.values()):
-                if now - peer.accepted > _MUST_INTRODUCE_ITSELF_S:
-                    self._hang_up(peer)
+        for peer in list(self._unknown.values()):
+            if now - peer.accepted > _MUST_INTRODUCE_ITSELF_S:
+                self._hang_up(peer)
 
     def _serve(self, fd: int, event: int) -> None:
         peer = self._peers_by_fd.get(fd)
@@ -407,11 +402,12 @@ class Server:
         """A client of before is there again."""
         client = peer.client
         assert client is not None
-        for other in [other for other in self._peers.values() if other.client == client]:
-            if other.is_lifeline:
-                # Its end has noticed sooner than this one that the connection is broken.
-                other.is_lifeline = False
-                self._hang_up(other)
+        for other in [
+            other for other in self._peers.values() if other.client == client and other.is_lifeline
+        ]:
+            # Its end has noticed sooner than this one that the connection is broken.
+            other.is_lifeline = False
+            self._hang_up(other)
         peer.is_lifeline = True
         self._missing.pop(client, None)
         in_use = self._still_in_use() if self._in_use else {}

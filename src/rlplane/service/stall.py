@@ -81,21 +81,19 @@ class LoopStall:
     """The longest stall ever, and the longest of the last ten to twenty seconds."""
 
     def __init__(self) -> None:
-        self._longest = self._before = 0.0
-        self.longest_now = 0.0  # of the window that ends then
-        self.window_ends = 0.0
+        self._longest = self._now = self._before = 0.0
+        self._window = 0.0
 
     def record(self, seconds: float, now: float) -> None:
-        """The loop was busy for so long, until ``now``. It need not be told while the window lasts and this
-        is not the longest."""
-        if now >= self.window_ends:
-            self._before = self.longest_now if now < self.window_ends + _WINDOW_S else 0.0
-            self.longest_now, self.window_ends = 0.0, now + _WINDOW_S
-        if seconds > self.longest_now:
-            self.longest_now = seconds
+        """The loop was busy for so long, until ``now``."""
+        if now >= self._window + _WINDOW_S:
+            self._before = self._now if now < self._window + 2 * _WINDOW_S else 0.0
+            self._now, self._window = 0.0, now
+        if seconds > self._now:
+            self._now = seconds
             self._longest = max(self._longest, seconds)
 
     def describe(self) -> dict[str, float]:
         """In milliseconds, for people."""
-        recent = max(self.longest_now, self._before)
+        recent = max(self._now, self._before)
         return {"max": round(1e3 * self._longest, 3), "recent": round(1e3 * recent, 3)}

@@ -14,6 +14,7 @@ from rlplane.control.policies import Order
 from rlplane.service import protocol as wire
 from rlplane.service import stall
 from rlplane.service.questions import status_of
+from rlplane.service.stall import look_ahead
 
 SAMPLES = 40_000
 
@@ -46,7 +47,7 @@ def filled_desk() -> Desk:
 
 def test_a_claim_is_looked_at_in_pieces_and_finds_what_was_written_between_them(desk: Desk) -> None:
     envelope = claim(3, {"v": {">=": SAMPLES - 1}})
-    look = desk.service.look_ahead(envelope)
+    look = look_ahead(desk.service.state, envelope.request)
     assert look is not None
     pieces = 1
     while not look():
@@ -60,7 +61,7 @@ def test_a_claim_is_looked_at_in_pieces_and_finds_what_was_written_between_them(
 
 def test_what_was_looked_at_is_not_looked_at_again(desk: Desk) -> None:
     envelope = claim(8, {"v": -1})
-    look = desk.service.look_ahead(envelope)
+    look = look_ahead(desk.service.state, envelope.request)
     assert look is not None
     while not look():
         pass
@@ -92,7 +93,7 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
         push(self, rows, *more)
 
     monkeypatch.setattr(OrderedRowQueue, "_push", counted_push)
-    look = desk.service.look_ahead(wire.Envelope(body))
+    look = look_ahead(desk.service.state, body)
     assert look is not None
     pieces = 1
     while not look():
@@ -119,7 +120,7 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     assert desk.ask(0, body).ids == unclaimed[:SAMPLES]
     assert calls < 20  # what came or changed after it was looked at
     assert sum(sorted_at_once) < SAMPLES + 20
-    again = desk.service.look_ahead(wire.Envelope(body))
+    again = look_ahead(desk.service.state, body)
     assert again is not None and again()  # the queue is there
 
 
@@ -130,7 +131,7 @@ def test_a_peek_in_an_order_is_looked_at_in_pieces(
 ) -> None:
     desk = filled_desk()
     body = wire.Peek("p", {"v": {">": 30}}, [], limit, order)
-    look = desk.service.look_ahead(wire.Envelope(body))
+    look = look_ahead(desk.service.state, body)
     assert look is not None
     pieces = 1
     while not look():
@@ -155,14 +156,14 @@ def test_a_peek_in_an_order_is_looked_at_in_pieces(
 
 
 def test_a_claim_that_finds_its_batch_at_the_front_is_not_looked_at_in_pieces(desk: Desk) -> None:
-    look = desk.service.look_ahead(claim(8, {"v": {"<": SAMPLES}}))
+    look = look_ahead(desk.service.state, claim(8, {"v": {"<": SAMPLES}}).request)
     assert look is not None and look()
 
 
 def test_after_a_long_look_others_come_before_the_claim(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "_SHORT_S", 0.0)
     monkeypatch.setattr(stall, "_SLICE_S", FOREVER)
-    look = desk.service.look_ahead(claim(8, {"v": {"<": -1}}))
+    look = look_ahead(desk.service.state, claim(8, {"v": {"<": -1}}).request)
     assert look is not None and not look()
     monkeypatch.setattr(stall, "_SHORT_S", FOREVER)
     assert look()
@@ -177,13 +178,13 @@ def test_after_a_long_look_others_come_before_the_claim(desk: Desk, monkeypatch:
     ],
 )
 def test_other_requests_are_handled_at_once(desk: Desk, request_: Any) -> None:
-    assert desk.service.look_ahead(wire.Envelope(request_)) is None
+    assert look_ahead(desk.service.state, request_) is None
 
 
 @pytest.mark.parametrize(("partition", "task", "field"), [("q", "t", "x"), ("p", "u", "x"), ("p", "t", "y")])
 def test_a_claim_that_will_be_refused_is_refused(desk: Desk, partition: str, task: str, field: str) -> None:
     body = wire.ClaimRequest(partition, task, [field], 1, False, FOREVER, {"v": 1})
-    assert desk.service.look_ahead(wire.Envelope(body)) is None
+    assert look_ahead(desk.service.state, body) is None
     assert isinstance(desk.ask(0, body), wire.Failure)
 
 
@@ -194,7 +195,7 @@ def test_a_question_is_looked_at_in_pieces_and_sees_what_changes_between_them(
     before = desk.ask(0, wire.Count("p", where))
     partition = desk.service.state.partition("p")
     partition.looking.indexes.clear()
-    look = desk.service.look_ahead(wire.Envelope(wire.Count("p", where)))
+    look = look_ahead(desk.service.state, wire.Count("p", where))
     assert look is not None
     assert not look()
     tags = [{"v": 7}, {"v": 1}, {"v": SAMPLES}]
