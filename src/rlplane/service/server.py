@@ -402,9 +402,8 @@ class Server:
         """A client of before is there again."""
         client = peer.client
         assert client is not None
-        for other in [
-            other for other in self._peers.values() if other.client == client and other.is_lifeline
-        ]:
+        lifelines = [each for each in self._peers.values() if each.client == client and each.is_lifeline]
+        for other in lifelines:
             # Its end has noticed sooner than this one that the connection is broken.
             other.is_lifeline = False
             self._hang_up(other)

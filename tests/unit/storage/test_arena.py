@@ -27,6 +27,8 @@ class ArenaMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.segments: dict[int, int] = {}
+        self.ever: set[int] = set()  # the numbers of all segments that there were
+        self.last_place = 0
         self.homes: dict[int, int] = {}
         self.idle_since: dict[int, float] = {}
         self.backed: set[Page] = set()
@@ -39,7 +41,8 @@ class ArenaMachine(RuleBasedStateMachine):
         )
 
     def _create(self, number: int, size: int) -> None:
-        assert number not in self.segments
+        assert number not in self.ever, "a client may still have the file of that number mapped"
+        self.ever.add(number)
         assert size % PAGE == 0
         self.segments[number] = size
         self.idle_since[number] = self.now
@@ -69,7 +72,8 @@ class ArenaMachine(RuleBasedStateMachine):
         if place is None:
             assert self.segments == before and self.touched == touched
             return
-        assert place.size == size and place.number not in [known.number for known in self.places]
+        assert place.size == size and place.number > self.last_place
+        self.last_place = place.number
         mine = _pages_of(place)
         assert is_backed(place) is (mine <= self.backed)
         if len(touched) * PAGE + size <= LIMIT * PAGE:
@@ -140,13 +144,13 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(forgotten=st.integers(0, 3))
     def another_service_takes_over(self, forgotten: int) -> None:
-        last = max((place.number for place in self.places), default=0)
+        self.last_place += forgotten
         data = {
             number: [(page * PAGE, PAGE) for home, page in sorted(self.touched) if home == number]
             for number in self.segments
         }
         again = Arena(LIMIT * PAGE, self._create, self._destroy, self._discard, segment_size=SEGMENT * PAGE)
-        again.adopt(self.segments, self.places, last + forgotten, data, self.given_back)
+        again.adopt(self.segments, self.places, self.last_place, data, self.given_back)
         untouched = {
             (number, page)
             for number, start, size in again.untouched()
@@ -312,3 +316,20 @@ def test_a_segment_has_more_addresses_than_the_arena_has_memory(limit: int, expe
     it = Arena(limit, lambda _, size: made.append(size), lambda _: None, lambda *_: None)
     it.allocate(1, 0, 0.0)
     assert made == [expected]
+
+
+def test_the_number_of_a_segment_that_is_gone_is_not_used_again_by_another_service() -> None:
+    segments: dict[int, int] = {}
+
+    def arena() -> Arena:
+        return Arena(8 * PAGE, segments.__setitem__, segments.__delitem__, lambda *_: None)
+
+    first = arena()
+    place = first.allocate(PAGE, 0, 0.0)
+    assert place is not None
+    first.free(place, 0.0)
+    assert first.give_back(1.0) == [segment_of(place)] and not segments
+    second = arena()
+    second.adopt({}, [], place.number, {}, {})
+    again = second.allocate(PAGE, 0, 0.0)
+    assert again is not None and segment_of(again) != segment_of(place)

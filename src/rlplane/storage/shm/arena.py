@@ -81,8 +81,9 @@ class Arena:
                         segment.note_backed(start, length)
             self.used += segment.used
             self.cached += segment.cached
-        self._next_segment = max(segments, default=-1) + 1
-        self._next_place = last_place + 1
+        # A segment is made for a place, and its number is never above that of the place: those that are gone
+        # had lower ones than these. A client may still have the file of such a segment mapped.
+        self._next_segment = self._next_place = max(last_place, *segments, 0) + 1
 
     def untouched(self) -> list[tuple[int, int, int]]:
         """What is free and has no pages, as far as is known (number, start, size)."""
