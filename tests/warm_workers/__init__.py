@@ -124,13 +124,14 @@ class WarmProcess(subprocess.Popen[str]):
         return self.pid, int(said or signal.SIGKILL)
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None and self._waitpid_lock.acquire(False):
+        itself: Any = self
+        if self.returncode is None and itself._waitpid_lock.acquire(False):
             try:
                 process, status = self._try_wait(os.WNOHANG)
                 if process:
-                    self._handle_exitstatus(status)
+                    itself._handle_exitstatus(status)
             finally:
-                self._waitpid_lock.release()
+                itself._waitpid_lock.release()
         return self.returncode
 
 
