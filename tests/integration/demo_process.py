@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.warm_workers import WarmProcess
+
 _TOKEN = "RLPLANE_TEST_TOKEN"
 
 
@@ -28,12 +30,11 @@ class DemoProcess:
         self._log = out / f"stderr-{self._token}"
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("RLPLANE_")}
         with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process = WarmProcess(
                 [sys.executable, "-m", "rlplane.cli", "demo", "--out", str(out), "--json", *options],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**inherited, _TOKEN: self._token, **(environment or {})},
-                start_new_session=True,
             )
 
     @property

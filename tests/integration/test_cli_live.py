@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.warm_workers import run_warm
+from tests.warm_workers import WarmProcess, run_warm
 
 from rlplane.metrics.snapshot import SessionState
 from rlplane.viewing.feed import RunFeed, read_run
@@ -45,11 +45,8 @@ def own_machine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[tuple[str, Path, subprocess.Popen[str]]]:
     """The id, directory and process of a run that goes on until its stdin is closed."""
-    process = subprocess.Popen(
-        [sys.executable, str(RUN), str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    process = WarmProcess(
+        [sys.executable, str(RUN), str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdin is not None
     run_id = process.stdout.readline().split()[0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
 from tests.integration.conftest import cluster_config
+from tests.warm_workers import WarmProcess
 
 from rlplane import build_data_plane_client
 from rlplane.adapters.transfer_queue.native import NativeTQDataPlaneClient
@@ -34,11 +35,10 @@ class PlainProgram:
     """A process that speaks TransferQueue."""
 
     def __init__(self, ray_address: str) -> None:
-        self._process = subprocess.Popen(
+        self._process = WarmProcess(
             [sys.executable, str(PLAIN)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env={**os.environ, "RAY_ADDRESS": ray_address},
         )
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.warm_workers import WarmProcess
 
 from rlplane.web.app import listen
 
@@ -36,11 +37,10 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     directory = tmp_path_factory.mktemp("x")
     environment = {name: value for name, value in os.environ.items() if name != "RLPLANE_METRICS_ADDRESS"}
-    process = subprocess.Popen(
+    process = WarmProcess(
         [sys.executable, str(RUN), str(directory / "run"), "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
         env={**environment, "XDG_RUNTIME_DIR": str(directory)},
     )
     assert process.stdin is not None and process.stdout is not None

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.warm_workers import WarmProcess
+
 from rlplane.adapters.local.logs import StderrHandler
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +36,7 @@ plane.close()
 
 
 def test_a_stderr_that_nobody_reads_does_not_stop_the_plane() -> None:
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    job = WarmProcess([sys.executable, "-c", JOB], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     with job:
         assert job.stdout is not None and int(job.stdout.readline()) == 1200
         # Not before it ends: this pipe is the one that nobody reads.

@@ -17,7 +17,7 @@ import pytest
 import ray
 import torch
 from tensordict import NonTensorStack, TensorDict
-from tests.warm_workers import run_warm
+from tests.warm_workers import WarmProcess, run_warm
 
 from rlplane.adapters.transfer_queue import TQDataPlaneClient
 from rlplane.errors import CheckpointError, ConfigError, PlaneConnectionError
@@ -114,10 +114,8 @@ time.sleep(600)
 def test_a_bootstrap_process_that_is_killed_takes_its_plane_and_mooncake_with_it(ray_cluster):
     # controller_address is that of the Ray cluster which the controller is on.
     config = small(**{"controller_address": ray_cluster, "transfer_queue.namespace": "killed"})
-    process = subprocess.Popen(
-        [sys.executable, "-c", BOOTSTRAP_AND_WAIT, json.dumps(config)],
-        stdout=subprocess.PIPE,
-        text=True,
+    process = WarmProcess(
+        [sys.executable, "-c", BOOTSTRAP_AND_WAIT, json.dumps(config)], stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     try:

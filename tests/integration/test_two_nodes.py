@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.warm_workers import run_warm
+from tests.warm_workers import WarmProcess, run_warm
 
 from rlplane.viewing.feed import read_run
 
@@ -42,6 +42,7 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = f"rlp{os.getpid()}{name}", address
         self.cable = f"rlp{os.getpid()}{name}"
+        self.network = Path("/run/netns", self.name)
         run("ip", "netns", "add", self.name)
 
     def plug_in(self) -> None:
@@ -57,7 +58,7 @@ class Host:
         return ["ip", "netns", "exec", self.name, *command]
 
     def run_python(self, *arguments: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        return run_warm([sys.executable, *arguments], env=env, network=f"/run/netns/{self.name}")
+        return run_warm([sys.executable, *arguments], env=env, network=self.network)
 
     def received(self) -> int:
         """Bytes that came over the cable."""
@@ -275,12 +276,12 @@ class Job:
         self.environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": self.runtime}
         for name in ("RLPLANE_METRICS_ADDRESS", "RAY_ADDRESS"):
             self.environment.pop(name, None)
-        self.driver = subprocess.Popen(
-            head.command(sys.executable, "-c", DRIVER, f"{HEAD}:6379", str(run_dir)),
+        self.driver = WarmProcess(
+            [sys.executable, "-c", DRIVER, f"{HEAD}:6379", str(run_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             env=self.environment,
+            network=head.network,
         )
 
     def __enter__(self) -> Job:

@@ -96,7 +96,7 @@ def test_the_snippets_of_its_page_run(nemo_rl: Path) -> None:
     run_with(nemo_rl, "\n".join(snippets))
 
 
-def run_with(nemo_rl: Path, script: str, given: bytes = b"") -> None:
+def run_with(nemo_rl: Path, script: str, given: str = "") -> None:
     code = f"import sys; sys.path.insert(0, {str(nemo_rl)!r})\n{script}"
     done = run_warm([sys.executable, "-c", code], input=given, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -243,14 +243,14 @@ def test_a_process_that_gets_the_config_can_join(nemo_rl: Path) -> None:
     script = """
 import pickle, sys, torch
 from tensordict import TensorDict
-cfg = pickle.load(sys.stdin.buffer)
+cfg = pickle.loads(bytes.fromhex(sys.stdin.read()))
 from nemo_rl.data_plane import build_data_plane_client
 client = build_data_plane_client(cfg, bootstrap=False)
 client.put_samples(["a"], "train", TensorDict({"x": torch.ones(1)}, [1]))
 client.close()
 """
     try:
-        run_with(nemo_rl, script, pickle.dumps(cfg))
+        run_with(nemo_rl, script, pickle.dumps(cfg).hex())
         assert started.claim_meta("train", "work", ["x"], 1).sample_ids == ["a"]
     finally:
         started.close()
@@ -263,12 +263,12 @@ def test_a_client_can_be_sent_to_another_process(nemo_rl: Path) -> None:
     script = """
 import pickle, sys, torch
 from tensordict import TensorDict
-client = pickle.load(sys.stdin.buffer)
+client = pickle.loads(bytes.fromhex(sys.stdin.read()))
 client.put_samples(["a"], "rollout_data", TensorDict({"x": torch.ones(1)}, [1]))
 client.close()
 """
     try:
-        run_with(nemo_rl, script, pickle.dumps(started))
+        run_with(nemo_rl, script, pickle.dumps(started).hex())
         assert started.list_sample_ids("rollout_data") == ["a"]
     finally:
         started.close()

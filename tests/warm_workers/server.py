@@ -69,11 +69,14 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
             if os.fork() == 0:
                 waiting.close()
                 listener.close()
-                os.setsid()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
                 if "arguments" in asked:
                     _watch(connection, inherited)
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                _show(asked["environment"])
+                if "arguments" in asked:
+                    connection.send(b"%d\n" % os.getpid())
                 connection.close()
                 return {"streams": inherited[:3], "network": inherited[3], **asked}
             if "arguments" not in asked:
@@ -83,13 +86,12 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def _watch(connection: socket.socket, inherited: list[int]) -> None:
-    """Return in one more process; here, tell its number and then how it ended."""
+    """Return in one more process, which tells its number; here, tell how it ended."""
     if process := os.fork():
         for descriptor in inherited:
             os.close(descriptor)
-        connection.send(b"%d\n" % process)
         _, status = os.waitpid(process, 0)
-        connection.send(b"%d\n" % os.waitstatus_to_exitcode(status))
+        connection.send(b"%d\n" % status)
         os._exit(0)
 
 
@@ -110,6 +112,14 @@ def _begin(streams: list[int], network: int, environment: dict[str, str], direct
         sys.modules["torch"].set_num_threads(int(threads))
     if environment.get("RLPLANE_AS_TRANSFER_QUEUE", "0") not in ("", "0"):  # and this when Python starts
         importlib.import_module("rlplane.compat.transfer_queue_import").install()
+
+
+def _show(environment: dict[str, str]) -> None:
+    """Have ``/proc`` show this environment, by which tests find processes, and not that of the server."""
+    with open("/proc/self/stat") as stat:
+        begin, end = map(int, stat.read().rpartition(")")[2].split()[47:49])
+    text = b"".join(f"{name}={value}\0".encode() for name, value in environment.items())
+    ctypes.memmove(begin, text[: end - begin].ljust(end - begin, b"\0"), end - begin)
 
 
 def _set_path(first: str, environment: dict[str, str]) -> None:
