@@ -42,6 +42,8 @@ class Clearing:
         clearing = cls(partition, np.flatnonzero(partition.table.serial >= 0))
         is_large = partition.table.size > _LARGE
         clearing._columns = [partition.columns, partition.tasks] if is_large else []
+        if is_large:
+            clearing._remains += partition.table.contents()
         for task in partition.tasks.values():
             if is_large:
                 clearing._remains += [part for queue in task.queues.values() for part in queue.contents()]

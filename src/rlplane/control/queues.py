@@ -23,6 +23,7 @@ Match = Callable[[Rows], NDArray[np.bool_]]
 
 # How many rows of a queue are looked at together: few at first, because most claims find theirs at the front.
 _PIECE, _LARGEST_PIECE = 256, 4096
+_MOST_TOGETHER = 1 << 16  # what fits into the caches
 _MOST_ADDED = 1024
 # What is put back to the front is numbered downwards from here.
 _FIRST_ENTRY = 1 << 62
@@ -224,7 +225,7 @@ class RowQueue(ReadyQueue):
     def pop(self, count: int, match: Match | None) -> Rows:
         taken: list[Rows] = []
         skipped: list[tuple[Rows, NDArray[np.int64]]] = []
-        piece = 4 * count + _PIECE
+        piece = min(4 * count + _PIECE, _MOST_TOGETHER)
         while count and self._chunks:
             rows, entries = self._chunks.popleft()
             if len(rows) > piece:

@@ -299,6 +299,10 @@ class SampleTable:
         for column in self.columns.values():
             column.grow(size)
 
+    def contents(self) -> list[list[int]]:
+        """What has an entry for each of very many rows that are gone, to be freed some at a time."""
+        return [self._free]
+
     # Writers
 
     def mark_written(self, rows: Rows, owner: int, *, all_new: bool = False) -> None:
