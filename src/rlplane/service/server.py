@@ -550,10 +550,9 @@ class Server:
         """Between inputs: write the journal, and then say what is in it."""
         if self._journal is not None:
             self._journal.flush()
-        if self._unsent:
-            answers, self._unsent = self._unsent, []
-            for peer, number, answer in answers:
-                self._send_answer(peer, number, answer)
+        answers, self._unsent = self._unsent, []
+        for peer, number, answer in answers:
+            self._send_answer(peer, number, answer)
 
     def _send_answer(self, peer: Peer, number: int, answer: wire.Answer) -> None:
         if peer.number not in self._peers:
