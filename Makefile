@@ -45,11 +45,11 @@ lint: $(STAMP) ## ruff, mypy --strict, import contracts
 
 # The tests start hundreds of processes, each of which would else compile what it imports anew.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: lint ## Lint, then every test, in WORKERS processes, with the branch coverage of src
+test: lint ## Lint, then every test, in WORKERS processes, with the branch coverage of src; ARGS for some of them
 	@echo "==> tests"
 	@mkdir -p $(dir $(COVERAGE))
-	@$(MEASURED) -m $(PYTEST) $(ARGS)
-	@$(RUN)/python scripts/print_coverage.py $(COVERAGE) $(if $(ARGS),,--at-least 90)
+	@$(if $(ARGS),$(RUN)/python,$(MEASURED)) -m $(PYTEST) $(ARGS)
+	@$(if $(ARGS),,$(RUN)/python scripts/print_coverage.py $(COVERAGE) --at-least 90)
 
 docs: $(STAMP) ## Build the site of the docs into build/site
 	@echo "==> docs"
