@@ -32,6 +32,13 @@ def grown(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
     return _resized(array, size, fill)
 
 
+def starts_of_runs(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Where equal values that follow one another begin."""
+    if not len(values):
+        return np.empty(0, np.int64)
+    return np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1))
+
+
 def _with_room(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
     before, room = len(array), _RESERVED_BYTES // array.itemsize
     reserved = array.base

@@ -6,19 +6,21 @@ share it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import starts_of_runs
 from rlplane.control.conditions import Look, Matches
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import Rows
 from rlplane.control.flow import NO_TICKET, FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
+from rlplane.control.groups import GroupQueue
 from rlplane.control.looking import Looking
 from rlplane.control.ordered_rows import LongFront, OrderedRowQueue
 from rlplane.control.policies import LENGTH_TAG, tokens_of
@@ -32,6 +34,7 @@ from rlplane.errors import ClaimTimeoutError, DataPlaneError, InvalidRequestErro
 
 # Samples that match a condition are counted up to this many, for a status.
 _MOST_COUNTED = 10_000
+_LOOKED_AT_ONCE = 1024
 
 
 class Claims:
@@ -90,41 +93,50 @@ class Claims:
 
     def _fit(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> tuple[int, bool]:
         """How many of the next samples fit into the claim's limits, and whether one is used up."""
-        count = tokens = 0
+        count, tokens = 0, 0.0
         gate = self._flow_control.gate(task)
-        for rows in queue.units(self._match_of(claim, self._flow_control.step_of(task))):
-            room = queue.room_of(rows)
-            if count + room > claim.batch_size:
-                if not count:
-                    raise InvalidRequestError(
-                        f"the group of sample {self._table.ids[rows[0]]!r} has {len(rows)} members, and a "
-                        f"claim of task {claim.task!r} takes batch_size={claim.batch_size}"
-                    )
-                return count, True
-            if gate is not None and self._flow.places[rows[0]] == NO_TICKET:
-                if gate <= 0:
-                    return count, count > 0  # with nothing admitted yet, it waits
-                gate -= 1
+        for units in queue.pieces(self._match_of(claim, self._flow_control.step_of(task))):
+            if not len(units.lengths):
+                continue
+            starts = units.starts
+            # For each unit, what it and all that come before it need.
+            room = count + np.cumsum(queue.rooms(units))
+            fits = end = int(np.searchsorted(room, claim.batch_size, "right"))
+            if gate is not None:
+                admitted = np.cumsum(self._flow.places[units.rows[starts]] == NO_TICKET)
+                end = min(end, admissible := int(np.searchsorted(admitted, max(gate, 0), "right")))
             if claim.max_tokens is not None:
-                try:
-                    tokens += self._tokens(rows, claim.max_tokens)
-                except InvalidRequestError:
-                    if count:
-                        return count, True  # it is an error when it comes first
-                    raise
-                if tokens > claim.max_tokens:
-                    return count, True
-            count += room
+                needed = tokens + np.cumsum(np.add.reduceat(self._looking.tokens(units.rows), starts))
+                end = min(end, int(np.searchsorted(needed, claim.max_tokens, "right")))
+            if end:
+                count = int(room[end - 1])
+            if end < len(starts):
+                if gate is not None and end == admissible and end < fits:
+                    return count, count > 0  # with nothing admitted yet, it waits
+                if not count:
+                    # It is an error when it comes first.
+                    raise self._never_fits(units.rows[: units.lengths[0]], claim)
+                return count, True
+            if gate is not None:
+                gate -= int(admitted[-1])
+            if claim.max_tokens is not None:
+                tokens = float(needed[-1])
         return count, count == claim.batch_size
 
-    def _tokens(self, rows: list[int], most: int) -> int:
-        ids = self._table.ids[rows].tolist()
-        tokens = sum(map(tokens_of, ids, self._table.tags[rows].tolist()))
-        if tokens > most:
-            is_group = self._table.spec.group_size
-            what = f"the group of sample {ids[0]!r}" if is_group else f"sample {ids[0]!r}"
-            raise InvalidRequestError(f"{what} has {tokens} tokens, and a claim takes max_tokens={most}")
-        return tokens
+    def _never_fits(self, rows: Rows, claim: Claim) -> InvalidRequestError:
+        """Why a sample, or a group, is too large for a claim."""
+        ids, is_group = self._table.ids[rows].tolist(), self._table.spec.group_size
+        what = f"the group of sample {ids[0]!r}" if is_group else f"sample {ids[0]!r}"
+        if len(rows) > claim.batch_size:
+            text = f"{what} has {len(rows)} members, and a claim of task {claim.task!r} takes batch_size="
+            return InvalidRequestError(f"{text}{claim.batch_size}")
+        try:
+            tokens = sum(map(tokens_of, ids, self._table.tags[rows].tolist()))
+        except InvalidRequestError as error:
+            return error
+        return InvalidRequestError(
+            f"{what} has {tokens} tokens, and a claim takes max_tokens={claim.max_tokens}"
+        )
 
     # Claims that wait
 
@@ -226,8 +238,14 @@ class Claims:
             is_last = self._flow_control.is_issued(step)
         else:
             is_last = self._table.written == spec.num_samples or self._has_ended(claim)
-        if not is_last or ready != self._remaining(task, match, step)[0]:
+        if not is_last:
             return 0
+        left = 0
+        is_all = match is None and queue.ready == len(self._table.rows) - task.count
+        for room, _ in () if is_all else self._remaining(task, match, step):
+            left += room
+            if left > ready:
+                return 0
         # Less than one for each rank is left over.
         return ready if claim.step is None or not self._is_over(task, claim) else 0
 
@@ -247,8 +265,12 @@ class Claims:
         if not self._has_ended(claim):
             return False
         # Whatever step it is of.
-        _, left = self._remaining(task, self._matches(claim), in_samples=claim.split_groups)
-        return left < (claim.dp_world if claim.step is not None else 1)
+        least = claim.dp_world if claim.step is not None else 1
+        for _, found in self._remaining(task, self._matches(claim), in_samples=claim.split_groups):
+            least -= found
+            if least <= 0:
+                return False
+        return True
 
     def _ready_in_step(self, queue: ReadyQueue, claim: Claim, step: int) -> Rows:
         """The samples of a step that are ready for a claim, in the order of the queue, without a look at what
@@ -258,25 +280,43 @@ class Claims:
 
     def _remaining(
         self, task: TaskCursor, match: Match | None, step: int | None = None, *, in_samples: bool = False
-    ) -> tuple[int, int]:
+    ) -> Iterator[tuple[int, int]]:
         """How much (of a step) this claim could still get, ready or not, if nothing new is written: what it
-        takes of a batch, and how many samples or groups it is."""
+        takes of a batch, and how many samples or groups it is; in parts, so that one can stop early."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
-            return len(table.rows) - task.count, len(table.rows) - task.count
-        unclaimed = table.live_rows(None) if step is None else self._flow_control.rows_of_step(step)
-        unclaimed = unclaimed[~task.claimed[unclaimed]]
+            yield len(table.rows) - task.count, len(table.rows) - task.count
+            return
+        if step is None:
+            unclaimed = np.flatnonzero((table.serial >= 0) & ~task.claimed)
+        else:
+            unclaimed = self._flow_control.rows_of_step(step)
+            unclaimed = unclaimed[~task.claimed[unclaimed]]
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
-            return len(rows), len(rows)
-        room = found = 0
-        for name, count in Counter(table.groups[rows].tolist()).items():
-            needed = self._groups.size_of(name) - task.kept.get(name, 0)
-            # One that lacks members cannot become whole any more, unless it ends by itself.
-            whole = (count // size if needed == size else count >= needed) or name in self._groups.clocks
-            found += whole * (needed if in_samples else 1)
-            room += whole * max(needed, size)
-        return room, found
+            yield len(rows), len(rows)
+            return
+        is_left = np.zeros(table.size, bool)
+        is_left[rows] = True
+        seen: set[str] = set()
+        for at in range(0, len(rows), _LOOKED_AT_ONCE):
+            groups = table.groups[rows[at : at + _LOOKED_AT_ONCE]]
+            names = [n for n in dict.fromkeys(groups[starts_of_runs(groups)].tolist()) if n not in seen]
+            seen.update(names)
+            counts = self._groups.count(names, is_left)
+            if not (self._groups.sizes or self._groups.clocks or task.kept):  # as it mostly is
+                whole = sum(count // size for count in counts)
+                yield whole * size, whole * (size if in_samples else 1)
+                continue
+            for name, count in zip(names, counts, strict=True):
+                own = self._groups.size_of(name)
+                needed = own - task.kept.get(name, 0)
+                # One that lacks members cannot become whole any more, unless it ends by itself.
+                if count >= needed or name in self._groups.clocks:
+                    yield max(needed, size), needed if in_samples else 1
+                # Further ones of the same name.
+                for _ in range((count - needed) // own):
+                    yield max(own, size), own if in_samples else 1
 
     # Ranks that share a step
 
@@ -363,25 +403,30 @@ class Claims:
             yield from self._cursors.look_at_groups(task, key, order)
         elif order is not None:
             yield from self._cursors.look_at_queue(task, key, order)
-            queue = task.queues.get(key)
-            if isinstance(queue, OrderedRowQueue):
-                yield LongFront(queue, claim.batch_size)
-        matches = self._matches(claim)
-        if matches is None:
+        queue = task.queues.get(key)
+        if isinstance(queue, OrderedRowQueue):
+            yield LongFront(queue, claim.batch_size)
+        elif isinstance(queue, GroupQueue) and isinstance(queue.line, OrderedRowQueue):
+            yield LongFront(queue.line, claim.batch_size // queue.group_size)
+        if claim.condition is None and claim.max_tokens is None and claim.repeats is None:
             return
         # Another queue that is not there yet is left to the claim: a look changes nothing.
-        queue = task.queues.get(key)
         rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
+        yield Look(self._table, rows, partial(self._see, claim, together), claim.batch_size, together)
 
-        def see(rows: Rows) -> int:
-            found = matches(rows)
-            if together > 1:
-                if len(found) % together or not len(found):
-                    return 0  # of some group a member is gone; no matter, this says only when to stop
-                found = np.logical_and.reduceat(found, np.arange(0, len(found), together))
-            return int(np.count_nonzero(found)) * together
-
-        yield Look(self._table, rows, see, claim.batch_size, together)
+    def _see(self, claim: Claim, together: int, rows: Rows) -> int:
+        """Look at rows of which so many belong together; how many a claim may have."""
+        matches, repeats = self._matches(claim), self._looking.repeats(claim)
+        found = np.ones(len(rows), bool) if matches is None else matches(rows)
+        if claim.max_tokens is not None:
+            self._looking.tokens(rows[found])
+        if repeats is not None:
+            repeats(rows[found])
+        if together > 1:
+            if len(found) % together or not len(found):
+                return 0  # of some group a member is gone; no matter, this says only when to stop
+            found = np.logical_and.reduceat(found, np.arange(0, len(found), together))
+        return int(np.count_nonzero(found)) * together
 
     # What people are told
 

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import filled, grown
+from rlplane.control.arrays import filled, grown, starts_of_runs
 from rlplane.control.conditions import Look
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
@@ -17,7 +17,6 @@ from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue
 from rlplane.control.looking import Looking
 from rlplane.control.making import GroupsInMaking
-from rlplane.control.ordered import OrderedQueue
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.control.queues import ReadyQueue, RowQueue
@@ -190,9 +189,8 @@ class Cursors:
     def _new_groups(self, task: TaskCursor, order: Order | None) -> GroupQueue:
         size, sizes = self.table.spec.group_size, self._groups.sizes
         assert size
-        if order is not None:
-            return OrderedQueue(self.table, size, order, sizes, task.kept)
-        return GroupQueue(self.table, size, sizes, task.kept)
+        keys = None if order is None else self._looking.keys(order)
+        return GroupQueue(self.table, size, sizes, task.kept, order, keys)
 
     def look_at_groups(self, task: TaskCursor, key: QueueKey, order: Order | None) -> Iterator[Look]:
         """Looks that build a queue of groups, before a claim asks for it."""
@@ -203,7 +201,8 @@ class Cursors:
             if not isinstance(queue, GroupQueue) or queue.making is None:
                 queue = self._new_groups(task, order)
                 self._keep(task, key, queue)
-                queue.make_of(GroupsInMaking(self, task, key, queue, self.table.live_rows(None)))
+                live = np.flatnonzero(self.table.serial >= 0)
+                queue.make_of(GroupsInMaking(self, task, key, queue, live))
             assert queue.making is not None
             yield queue.making
 
@@ -332,19 +331,21 @@ class Cursors:
                 }
             for key, queue in task.queues.items():
                 required = key[0]
-                if (
-                    len(rows) > _MANY_ROWS
-                    and isinstance(queue, GroupQueue)
-                    and queue.is_whole
-                    and not task.waiting
-                ):
-                    # Nobody waits for them: the next claim takes them in, a slice at a time.
-                    queue.move(rows)
-                    queue.make_of(GroupsInMaking(self, task, key, queue, queue.missing(rows)))
-                elif all_new and written.issuperset(required):
+                if self._offer_later(task, key, queue, rows):
+                    continue
+                if all_new and written.issuperset(required):
                     self._offer_ready(task, required, queue, rows)  # new and whole: nothing to look up
                 elif changed or not written.isdisjoint(required):
                     self._offer(task, required, queue, rows)
+
+    def _offer_later(self, task: TaskCursor, key: QueueKey, queue: ReadyQueue, rows: Rows) -> bool:
+        """Let the next claim take in very many members of groups, a slice at a time, if nobody waits for
+        them; whether that is so."""
+        if len(rows) <= _MANY_ROWS or task.waiting or not queue.is_whole or not isinstance(queue, GroupQueue):
+            return False
+        queue.move(rows)
+        queue.make_of(GroupsInMaking(self, task, key, queue, queue.missing(rows)))
+        return True
 
     def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
         self._offer_ready(task, required, queue, self.ready(task, required, rows))
@@ -387,21 +388,25 @@ class Cursors:
             task.uses = filled(table.size, np.int64, 0)
         task.uses[rows] += 1
         again = task.uses[rows] < claim.max_uses
-        if claim.repeats is not None:
-            again &= np.fromiter(map(claim.repeats, table.tags[rows].tolist()), bool, len(rows))
+        repeats = self._looking.repeats(claim)
+        if repeats is not None:
+            again &= repeats(rows)
             if table.spec.group_size:
                 # A group stays whole: it is used again if all of its members are.
-                groups = table.groups[rows].tolist()
-                ended = {name for name, goes_on in zip(groups, again, strict=True) if not goes_on}
-                again = np.array([name not in ended for name in groups], bool)
+                names, starts = table.groups[rows], starts_of_runs(table.groups[rows])
+                runs = zip(names[starts].tolist(), np.logical_and.reduceat(again, starts), strict=True)
+                ended = {name for name, goes_on in runs if not goes_on}
+                goes_on = [name not in ended for name in names[starts].tolist()]
+                again = np.repeat(goes_on, np.diff(starts, append=len(rows)))
         rows = rows[again]
         task.place(rows, table.stamps(len(rows)))
         task.claimed[rows] = False
         task.count -= len(rows)
         # Nobody has to give back what can be claimed anyway.
         task.owner[rows] = NOBODY
-        for (required, _), queue in task.queues.items():
-            self._offer(task, required, queue, rows)
+        for key, queue in task.queues.items():
+            if not self._offer_later(task, key, queue, rows):
+                self._offer(task, key[0], queue, rows)
 
     def put_back(self, task: TaskCursor, rows: Rows) -> int:
         """Make claimed rows claimable again, ahead of all others; return how many."""
@@ -426,28 +431,32 @@ class Cursors:
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
         """How many members the task keeps of the groups of rows that come back: the others finish them. Those
         that came back earlier, and were all that was missing, wait for these."""
-        for name in dict.fromkeys(self.table.groups[returned].tolist()):
-            members = list(self._groups.of(name))
-            self.keep(task, name, members)
-            for queue in task.queues.values():
-                queue.look_again(name, members)
+        names = list(dict.fromkeys(self.table.groups[returned].tolist()))
+        for name, count in zip(names, self._groups.count(names, task.claimed), strict=True):
+            # A size of its own may be news to a queue.
+            if self._keep_count(task, name, count) or name in self._groups.sizes:
+                for queue in task.queues.values():
+                    queue.look_again(name, self._groups.of(name))
 
     def forget_kept(self, task: TaskCursor, finishing: Rows) -> None:
         """The members that were missing from groups are claimed. One that came in the place of a member that
         was cleared is not of these groups, and waits for others."""
         for name in dict.fromkeys(self.table.groups[finishing].tolist()):
             if task.kept.pop(name, 0):
-                members = list(self._groups.of(name))
+                members = self._groups.of(name)
                 for queue in task.queues.values():
                     queue.look_again(name, members)
 
     def keep(self, task: TaskCursor, name: str, members: Iterable[int]) -> None:
         """Note how many of these members of a group the task has claimed: the others finish it."""
-        kept = sum(bool(task.claimed[row]) for row in members) % self._groups.size_of(name)
+        self._keep_count(task, name, sum(bool(task.claimed[row]) for row in members))
+
+    def _keep_count(self, task: TaskCursor, name: str, claimed: int) -> bool:
+        """Whether that is another number than before."""
+        kept, before = claimed % self._groups.size_of(name), task.kept.pop(name, 0)
         if kept:
             task.kept[name] = kept
-        else:
-            task.kept.pop(name, None)
+        return kept != before
 
 
 def _in_pieces(rows: Rows) -> Iterator[tuple[Rows, Rows | slice]]:

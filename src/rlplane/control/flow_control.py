@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlplane.control.arrays import starts_of_runs
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import Rows
 from rlplane.control.flow import NEVER, FlowState
@@ -68,9 +69,10 @@ class FlowControl:
                 self._flow.admit(rows)
             else:
                 places: dict[str, int] = {}
-                names = self._table.groups[rows].tolist()
-                prompts = [places.setdefault(name, len(places)) for name in names]
-                self._flow.admit(rows, np.array(prompts, np.int64))
+                names = self._table.groups[rows]
+                starts = starts_of_runs(names)
+                prompts = [places.setdefault(name, len(places)) for name in names[starts].tolist()]
+                self._flow.admit(rows, np.repeat(prompts, np.diff(starts, append=len(rows))))
         if task.name == policy.training_task and self._flow.is_used:
             self._flow.train(rows)
 

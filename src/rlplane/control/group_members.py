@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlplane.control.fields import Rows
 from rlplane.control.samples import SampleTable
@@ -19,15 +21,23 @@ class GroupMembers:
         self.sizes: dict[str, int] = {}  # of groups that have a size of their own
         self.closed: dict[str, int] = {}  # of groups that were closed short, the stamp of that
         self.clocks: dict[str, float | None] = {}  # when the first member of a group was finished
-        # Known from the first time that any group is asked for.
-        self._members: dict[str, dict[int, None]] | None = None
+        self._members: dict[str, list[int]] = {}
+        self._staged = 0  # how many of these are not live yet
 
-    def of(self, name: str) -> dict[int, None]:
-        """The rows of a group."""
-        if self._members is None:
-            self._members = {}
-            self._add(self._table.live_rows(None).tolist())
-        return self._members.get(name, {})
+    def of(self, name: str) -> list[int]:
+        """The rows of a group, not to be changed."""
+        members = self._members.get(name, [])
+        return members if not self._staged else [row for row in members if self._table.serial[row] >= 0]
+
+    def count(self, names: Sequence[str], chosen: NDArray[np.bool_]) -> list[int]:
+        """How many members of each group are chosen, by row."""
+        if not names:
+            return []
+        groups = [self.of(name) for name in names]
+        lengths = np.fromiter(map(len, groups), np.int64, len(groups))
+        rows = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(lengths.sum()))
+        counts: list[int] = np.add.reduceat(chosen[rows], lengths.cumsum() - lengths, dtype=np.int64).tolist()
+        return counts
 
     def size_of(self, name: str) -> int:
         """How many members a group is to have."""
@@ -35,30 +45,69 @@ class GroupMembers:
 
     def add(self, rows: Rows, sizes: dict[str, int]) -> None:
         """New samples have come, of groups that say how large they will be."""
+        if self._table.spec.group_size:
+            self._take_in(rows)
+            self.expect(sizes)
+
+    def expect(self, sizes: dict[str, int]) -> None:
+        """Members have come of groups that say how large they will be."""
         for name, size in sizes.items():
             self.sizes.setdefault(name, size)
-        if self._members is not None:
-            self._add(rows.tolist())
 
-    def _add(self, rows: list[int]) -> None:
-        assert self._members is not None
-        for row in rows:
-            self._members.setdefault(self._table.groups[row], {})[row] = None
+    def stage(self, rows: Rows) -> None:
+        """Take in samples that will be there soon."""
+        if self._table.spec.group_size:
+            self._take_in(rows)
+            self._staged += len(rows)
+
+    def make_live(self, rows: Rows, sizes: dict[str, int]) -> None:
+        """Samples that were staged are there from now on."""
+        if self._table.spec.group_size:
+            self._staged -= len(rows)
+            self.expect(sizes)
+
+    def unstage(self, rows: Rows) -> None:
+        """Samples that were staged will never be there."""
+        for row, name in zip(rows.tolist(), self._table.groups[rows].tolist(), strict=True):
+            members = self._members.get(name, [])
+            if row in members:  # not if they were staged before the last registration
+                self._staged -= 1
+                members.remove(row)
+                if not members:
+                    del self._members[name]
+
+    def begin(self) -> None:
+        """The samples that are there belong to groups from now on, or do not any more. Those that are staged
+        are to be staged again."""
+        self._members, self._staged = {}, 0
+        if self._table.spec.group_size:
+            self._take_in(self._table.live_rows(None))
+
+    def _take_in(self, rows: Rows) -> None:
+        members = self._members
+        for row, name in zip(rows.tolist(), self._table.groups[rows].tolist(), strict=True):
+            known = members.get(name)
+            if known is None:
+                members[name] = [row]
+            else:
+                known.append(row)
 
     def remove(self, rows: Rows) -> list[str]:
         """Samples are about to go; return the groups that go with their last members."""
+        if not self._table.spec.group_size:
+            return []
         ended = []
-        if self.sizes or self.clocks or self._members is not None:
-            for row, name in zip(rows.tolist(), self._table.groups[rows].tolist(), strict=True):
-                members = self.of(name)
-                members.pop(row, None)
-                if not members:
-                    assert self._members is not None
-                    self._members.pop(name, None)
-                    self.sizes.pop(name, None)
-                    self.closed.pop(name, None)
-                    self.clocks.pop(name, None)
-                    ended.append(name)
+        for row, name in zip(rows.tolist(), self._table.groups[rows].tolist(), strict=True):
+            members = self._members[name]
+            members.remove(row)
+            if not members:
+                del self._members[name]
+            elif not self._staged or self.of(name):
+                continue
+            ended.append(name)
+            self.sizes.pop(name, None)
+            self.closed.pop(name, None)
+            self.clocks.pop(name, None)
         return ended
 
     def finished(self, members: list[int], fields: Sequence[str]) -> list[int]:

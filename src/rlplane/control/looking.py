@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from rlplane.control.conditions import Conditions, Look, Matches, key_of
 from rlplane.control.fields import Rows
-from rlplane.control.ordered_rows import KnownKeys
-from rlplane.control.policies import Order
-from rlplane.control.requests import Batch
+from rlplane.control.ordered_rows import Keys, KnownKeys
+from rlplane.control.policies import Order, TokenCounts
+from rlplane.control.requests import Batch, Claim
 from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
 from rlplane.control.snapshots import ids_and_tags_of
@@ -31,19 +31,20 @@ class Looking:
         self.conditions = Conditions(table)
         self.indexes: dict[str, TagIndex] = {}
         self._keys: dict[str, KnownKeys] = {}
+        self._tokens: KnownKeys | None = None
 
     def tagged(self, rows: Rows, again: Rows) -> None:
         """These rows have got tags, those of them that come ``again`` other ones than they had."""
         if len(again):
             self.conditions.forget(again)
-            for keys in self._keys.values():
+            for keys in self._known:
                 keys.forget(again)
         for index in self.indexes.values():
             self.add_to(index, rows)
 
     def get_ready(self, rows: Rows, indexes: Iterable[TagIndex]) -> None:
         """Take in rows that will be there soon, with the tags that they have."""
-        for keys in self._keys.values():
+        for keys in self._known:
             keys(rows)
         for index in indexes:
             self.add_to(index, rows)
@@ -51,15 +52,27 @@ class Looking:
     def remove(self, rows: Rows) -> None:
         """Forget rows."""
         self.conditions.forget(rows)
-        for keys in self._keys.values():
+        for keys in self._known:
             keys.forget(rows)
         for index in self.indexes.values():
             index.remove(rows.tolist())
 
-    def keys(self, order: Order) -> KnownKeys | None:
+    @property
+    def _known(self) -> list[KnownKeys]:
+        return [*self._keys.values(), *([] if self._tokens is None else [self._tokens])]
+
+    def tokens(self, rows: Rows) -> NDArray[np.float64]:
+        """How many tokens each row has; infinitely many if its tags do not say."""
+        if self._tokens is None:
+            self._tokens = KnownKeys(self._table, TokenCounts())
+        return self._tokens(rows)
+
+    def keys(self, order: Order) -> Keys | None:
         """What samples are sorted by in an order; None if that is their age."""
-        if order.kind == "lifo":
-            return None
+        return None if order.kind == "lifo" else OrderKeys(self, order)
+
+    def known_keys(self, order: Order) -> KnownKeys:
+        """What is known of these."""
         known = self._keys.pop(order.text, None) or KnownKeys(self._table, order)
         self._keys[order.text] = known  # the last one is the one that was used last
         if len(self._keys) > _MOST_ORDERS:
@@ -72,6 +85,12 @@ class Looking:
         if keys is None:
             return None
         return Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
+
+    def repeats(self, claim: Claim) -> Matches | None:
+        """Which rows a claim lets be claimed again."""
+        if claim.repeats is None:
+            return None
+        return self.conditions.get(key_of(claim.repeat_where), claim.repeats)
 
     def tag_index(self, tag: str) -> TagIndex:
         """The index of a tag, made when it is first asked for."""
@@ -140,6 +159,20 @@ class Looking:
             rows = _first_by(keys(rows), rows, limit)
         rows = rows[:limit]
         return Batch(*ids_and_tags_of(table, rows))
+
+
+class OrderKeys:
+    """What samples are sorted by in an order. Who keeps this does not keep what is known, which is told of
+    tags that change only until others are asked for more often."""
+
+    __slots__ = ("_looking", "_order")
+
+    def __init__(self, looking: Looking, order: Order) -> None:
+        self._looking, self._order = looking, order
+
+    def __call__(self, rows: Rows) -> NDArray[np.float64]:
+        """The key of each row."""
+        return self._looking.known_keys(self._order)(rows)
 
 
 def _first_by(keys: NDArray[np.float64], rows: Rows, limit: int | None) -> Rows:

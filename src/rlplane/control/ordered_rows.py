@@ -7,16 +7,15 @@ length are merged, so there are few of them, and a row is moved O(log n) times; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
 from rlplane.control.conditions import Look
-from rlplane.control.policies import Order
-from rlplane.control.queues import Match, ReadyQueue, Rows, RowTable
+from rlplane.control.queues import Match, Rows, RowTable, SingleRows
 
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
@@ -27,10 +26,15 @@ _DISCARDED_AT_ONCE = 1 << 14
 _COMPACTED_AT_ONCE = 1 << 17
 # All that is there when a queue is made is sorted in parts, and these are not merged at once.
 _LONGEST_SORTED = 1 << 16
-_ABSENT = -1  # the stamp of a row that is not in the queue
+# The stamp of a row that is not in the queue: zero, because memory that is not written to takes no time.
+_ABSENT = 0
 # What comes is numbered from here on, and what comes back downwards from the same below zero. Between them is
 # what was there before the queue was made.
 _FIRST_NUMBER = 1 << 62
+
+
+Keys = Callable[[Rows], NDArray[np.float64]]
+"""The key of each row: the lowest comes first."""
 
 
 class _Run(NamedTuple):
@@ -84,12 +88,20 @@ def _are_in_order(keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> bool
     return bool((ascends | ((later == earlier) & (numbers[1:] > numbers[:-1]))).all())
 
 
-class KnownKeys:
-    """The keys of samples in one order, each worked out once: what is known is kept until the tags change or
-    the sample is cleared. So they can be worked out ahead, a few at a time."""
+class Numbering(Protocol):
+    """How samples are given numbers; a dump has it, so it is no function."""
 
-    def __init__(self, table: RowTable, order: Order) -> None:
-        self._table, self._order = table, order
+    def keys(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+        """The number of each."""
+
+
+class KnownKeys:
+    """A number for each sample that follows from its tags, as the key in an order does, each worked out once:
+    what is known is kept until the tags change or the sample is cleared. So they can be worked out ahead, a
+    few at a time."""
+
+    def __init__(self, table: RowTable, numbering: Numbering) -> None:
+        self._table, self._numbering = table, numbering
         self._keys = filled(table.size, np.float64, np.nan)
 
     def __call__(self, rows: Rows) -> NDArray[np.float64]:
@@ -100,7 +112,9 @@ class KnownKeys:
         unknown = np.isnan(keys)
         if unknown.any():
             new = rows[unknown]
-            keys[unknown] = self._order.keys(self._table.ids[new].tolist(), self._table.tags[new].tolist())
+            keys[unknown] = self._numbering.keys(
+                self._table.ids[new].tolist(), self._table.tags[new].tolist()
+            )
             self._keys[new] = keys[unknown]
         return keys
 
@@ -123,14 +137,14 @@ class LongFront(Look):
         return is_done
 
 
-class OrderedRowQueue(ReadyQueue):
+class OrderedRowQueue(SingleRows):
     """Samples in another order than that in which they became ready.
 
     Of samples with equal keys the first comes first, or for ``lifo``, where all are equal, the last. One
     whose key has changed comes where it would have come with that key from the beginning.
     """
 
-    def __init__(self, table: RowTable, keys: KnownKeys | None) -> None:
+    def __init__(self, table: RowTable, keys: Keys | None) -> None:
         """Without keys, the newest comes first."""
         super().__init__(table)
         self._known_keys = keys
@@ -140,7 +154,7 @@ class OrderedRowQueue(ReadyQueue):
         self._front = _NOTHING
         self._runs: list[_Run] = []  # none of their entries comes before one of the front
         self._count = _FIRST_NUMBER
-        self._stamps = 0
+        self._stamps = _ABSENT + 1
         self._compacted = 0
 
     def grow(self, size: int) -> None:
@@ -324,20 +338,7 @@ class OrderedRowQueue(ReadyQueue):
         found: Rows = rows[np.lexsort((self._number[rows], self._key[rows]))]
         return found
 
-    def units(self, match: Match | None) -> Iterator[list[int]]:
-        for rows in self._pieces():
-            yield from ([row] for row in (rows if match is None else rows[match(rows)]).tolist())
-
-    def _count_matching(self, enough: int, match: Match) -> int:
-        found = 0
-        for rows in self._pieces():
-            found += int(np.count_nonzero(match(rows)))
-            if found >= enough:
-                break
-        return found
-
-    def _pieces(self) -> Iterator[Rows]:
-        """All rows in order."""
+    def in_order(self) -> Iterator[Rows]:
         size, at = _PIECE, 0
         while True:
             if at >= len(self._front.rows):
@@ -357,12 +358,6 @@ class OrderedRowQueue(ReadyQueue):
 
     def candidates(self) -> tuple[Rows, int]:
         return np.concatenate([self._front.rows, *(run.rows for run in self._runs)]), 1
-
-    def _joined(self, parts: list[Rows]) -> Rows:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _room_in(self, units: Rows, match: Match) -> int:
-        return int(np.count_nonzero(match(units)))
 
     def _are_valid(self, run: _Run) -> NDArray[np.bool_]:
         valid: NDArray[np.bool_] = self._stamp[run.rows] == run.stamps

@@ -116,7 +116,10 @@ class Partition:
                 task.queues.clear()
                 task.kept.clear()
         self.version += 1
+        is_regrouped = spec.group_size != self.spec.group_size
         table.declare(spec)
+        if is_regrouped:
+            self.groups.begin()
         gone: list[tuple[Claim, DataPlaneError]] = []
         for task in self.tasks.values():
             refused = {claim: error for claim in task.waiting if (error := self._refusal(claim)) is not None}
@@ -240,7 +243,9 @@ class Partition:
         size = self.table.size
         rows, fresh = self.table.add(put) if put.staged is None else put.staged.publish()
         self._follow(size)
-        if len(fresh):
+        if put.staged is not None:
+            self.groups.make_live(fresh, put.sizes)
+        elif len(fresh):
             self.groups.add(fresh, put.sizes)
         return rows, fresh
 
@@ -251,6 +256,7 @@ class Partition:
         size = self.table.size
         rows = self.table.stage(ids, tags, groups)
         self._follow(size)
+        self.groups.stage(np.array(rows, np.int64))
         return rows
 
     def settle(self) -> None:
@@ -356,7 +362,7 @@ class Partition:
 
     def close_group(self, name: str, reason: str, fields: Sequence[str]) -> Rows:
         """Make the finished members of a group the whole of it; return the rows of the others."""
-        members = list(self.groups.of(name))
+        members = self.groups.of(name)
         for field in fields:
             self.table.column(field)
         finished = self.groups.finished(members, fields)
@@ -386,7 +392,7 @@ class Partition:
         policy = self.spec.flow
         for name in self.groups.overdue(clock):
             assert policy is not None
-            members = list(self.groups.of(name))
+            members = self.groups.of(name)
             if len(self.groups.finished(members, self.groups.finished_fields)) >= policy.min_group_size:
                 gone.append(self.close_group(name, TIMEOUT, policy.finished_fields))
             else:

@@ -194,7 +194,8 @@ class Order:
         return order
 
     def keys(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-        """The same for many samples of which each comes by itself, as numbers."""
+        """What samples are sorted by, of which each comes by itself: the lowest key comes first, and of equal
+        keys what came first (last, for ``lifo``, which has none)."""
         if self.kind == "random":
             digests = b"".join(self._digest(sample_id) for sample_id in ids)
             return (np.frombuffer(digests, ">u8") >> np.uint64(11)).astype(np.float64)
@@ -206,20 +207,15 @@ class Order:
     def _digest(self, sample_id: str) -> bytes:
         return hashlib.blake2b(f"{self.argument}/{sample_id}".encode(), digest_size=8).digest()
 
-    def key(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Any:
-        """What samples that come together (one, or a group) are sorted by: the lowest key comes first, and of
-        equal keys what came first (last, for ``lifo``)."""
-        match self.kind:
-            case "random":
-                return self._digest(ids[0])
-            case "priority":
-                return -max(_number(of_sample.get(self.argument), -math.inf) for of_sample in tags)
-            case "oldest":
-                return min(_number(of_sample.get(self.argument), math.inf) for of_sample in tags)
-            case "freshest":
-                return -min(_number(of_sample.get(self.argument), -math.inf) for of_sample in tags)
-            case _:
-                return 0
+    def group_keys(self, keys: NDArray[np.float64], starts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same for groups of samples that come together, of whose members these are the keys; those of
+        each group begin at one of ``starts``."""
+        if self.kind == "random" or not len(starts):
+            return keys[starts]
+        # By the highest priority, or by the oldest version, that a member has.
+        furthest: NDArray[np.float64]
+        furthest = (np.maximum if self.kind == "freshest" else np.minimum).reduceat(keys, starts)
+        return furthest
 
 
 def _number(value: Any, otherwise: float) -> float:
@@ -241,6 +237,17 @@ def _bounded(value: float) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+class TokenCounts:
+    """How many tokens samples have, infinitely many where :func:`tokens_of` raises."""
+
+    @staticmethod
+    def keys(ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+        """The number of each."""
+        lengths = [of_sample.get(LENGTH_TAG) for of_sample in tags]
+        known = [length if type(length) is int and length >= 0 else math.inf for length in lengths]
+        return _numbers(known, math.inf)
 
 
 def tokens_of(sample_id: str, tags: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,30 @@ Match = Callable[[Rows], NDArray[np.bool_]]
 _PIECE, _LARGEST_PIECE = 256, 4096
 _MOST_TOGETHER = 1 << 16  # what fits into the caches
 _MOST_ADDED = 1024
+# The number of a row that has no entry: zero, because memory that is not written to takes no time.
+_ABSENT = 0
 # What is put back to the front is numbered downwards from here.
 _FIRST_ENTRY = 1 << 62
+
+
+class Units(NamedTuple):
+    """What is handed out together, one after the other: the rows of all, and how many each has."""
+
+    rows: Rows
+    lengths: Rows
+
+    @property
+    def starts(self) -> Rows:
+        """Where each begins."""
+        ends: Rows = np.cumsum(self.lengths)
+        return ends - self.lengths
+
+    def matching(self, match: Match) -> Units:
+        """Those of which all rows match."""
+        if not len(self.lengths):
+            return self
+        chosen = np.logical_and.reduceat(match(self.rows), self.starts)
+        return Units(self.rows[np.repeat(chosen, self.lengths)], self.lengths[chosen])
 
 
 class RowTable(Protocol):
@@ -149,8 +171,9 @@ class ReadyQueue(ABC):
 
     def among(self, rows: Rows) -> Rows:
         """Those of these rows that can be taken, in the order of the queue."""
-        wanted = set(rows.tolist())
-        return np.array([row for unit in self.units(None) for row in unit if row in wanted], np.int64)
+        queued = [units.rows for units in self.pieces(None)]
+        found: Rows = np.concatenate([np.empty(0, np.int64), *(some[np.isin(some, rows)] for some in queued)])
+        return found
 
     def take(self, rows: Rows) -> None:
         """Remove rows that are in the queue."""
@@ -166,23 +189,42 @@ class ReadyQueue(ABC):
         self.touched()
 
     @abstractmethod
-    def units(self, match: Match | None) -> Iterator[list[int]]:
-        """What ``pop`` would give, in its order, one by one: a row, or the rows of a group."""
+    def pieces(self, match: Match | None) -> Iterator[Units]:
+        """What ``pop`` would give, in its order, some at a time."""
 
-    def room_of(self, unit: list[int]) -> int:
-        """What one of ``units`` takes of a batch."""
-        return len(unit)
+    def rooms(self, units: Units) -> Rows:
+        """What each unit takes of a batch."""
+        return units.lengths
 
     def _count_matching(self, enough: int, match: Match) -> int:
         found = 0
-        for unit in self.units(match):
-            found += self.room_of(unit)
+        for units in self.pieces(match):
+            found += int(self.rooms(units).sum())
             if found >= enough:
                 break
         return found
 
 
-class RowQueue(ReadyQueue):
+class SingleRows(ReadyQueue):
+    """A queue of rows that are handed out one by one."""
+
+    @abstractmethod
+    def in_order(self) -> Iterator[Rows]:
+        """All rows, some at a time: few at first."""
+
+    def pieces(self, match: Match | None) -> Iterator[Units]:
+        for rows in self.in_order():
+            chosen = rows if match is None else rows[match(rows)]
+            yield Units(chosen, np.ones(len(chosen), np.int64))
+
+    def _joined(self, parts: list[Rows]) -> Rows:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _room_in(self, units: Rows, match: Match) -> int:
+        return int(np.count_nonzero(match(units)))
+
+
+class RowQueue(SingleRows):
     """Rows one by one, kept as the chunks in which they came.
 
     Each entry has a number, by which they are in order, and a row knows that of its valid one. Removing a row
@@ -192,16 +234,16 @@ class RowQueue(ReadyQueue):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._entry = filled(table.size, np.int64, -1)
+        self._entry = filled(table.size, np.int64, _ABSENT)
         self._first_entry = self._next_entry = _FIRST_ENTRY
         self._chunks: deque[tuple[Rows, NDArray[np.int64]]] = deque()
         self._held = 0
 
     def grow(self, size: int) -> None:
-        self._entry = grown(self._entry, size, -1)
+        self._entry = grown(self._entry, size, _ABSENT)
 
     def offer(self, rows: Rows) -> None:
-        rows = rows[self._entry[rows] < 0]
+        rows = rows[self._entry[rows] == _ABSENT]
         if len(rows):
             self._chunks.append(self._added_at(self._next_entry, rows))
             self._next_entry += len(rows)
@@ -212,12 +254,12 @@ class RowQueue(ReadyQueue):
             self._chunks.appendleft(self._added_at(self._first_entry, rows))
 
     def discard(self, rows: Rows) -> None:
-        self.take(rows[self._entry[rows] >= 0])
+        self.take(rows[self._entry[rows] != _ABSENT])
 
     def take(self, rows: Rows) -> None:
         if len(rows):
             self._note_gone(rows)
-            self._entry[rows] = -1
+            self._entry[rows] = _ABSENT
             self.ready -= len(rows)
             if self._held > 2 * self.ready + 4096:
                 self._compact()
@@ -243,7 +285,7 @@ class RowQueue(ReadyQueue):
                 skipped.append((rest, self._entry[rest]))
                 self._held += len(rest)
             if len(chosen):
-                self._entry[chosen] = -1
+                self._entry[chosen] = _ABSENT
                 taken.append(chosen)
                 count -= len(chosen)
             piece = max(piece, min(2 * piece, _LARGEST_PIECE))
@@ -255,36 +297,17 @@ class RowQueue(ReadyQueue):
         self._note_gone(rows)
         return rows
 
-    def units(self, match: Match | None) -> Iterator[list[int]]:
-        for rows in self._pieces():
-            for row in (rows if match is None else rows[match(rows)]).tolist():
-                yield [row]
-
     def withdraw(self, rows: Rows) -> None:
-        self._note_gone(rows[self._entry[rows] >= 0])
+        self._note_gone(rows[self._entry[rows] != _ABSENT])
 
     def readmit(self, rows: Rows) -> None:
-        self._note_added(rows[self._entry[rows] >= 0])
+        self._note_added(rows[self._entry[rows] != _ABSENT])
 
     def candidates(self) -> tuple[Rows, int]:
         chunks = [rows for rows, _ in self._chunks]
         return (np.concatenate(chunks) if chunks else np.empty(0, np.int64)), 1
 
-    def _joined(self, parts: list[Rows]) -> Rows:
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _room_in(self, units: Rows, match: Match) -> int:
-        return int(np.count_nonzero(match(units)))
-
-    def _count_matching(self, enough: int, match: Match) -> int:
-        found = 0
-        for rows in self._pieces():
-            found += int(np.count_nonzero(match(rows)))
-            if found >= enough:
-                break
-        return found
-
-    def _pieces(self) -> Iterator[Rows]:
+    def in_order(self) -> Iterator[Rows]:
         size = _PIECE
         for rows, entries in self._chunks:
             at = 0
@@ -296,8 +319,8 @@ class RowQueue(ReadyQueue):
     def among(self, rows: Rows) -> Rows:
         entries = self._entry[rows]
         order = entries.argsort()
-        if len(rows) and entries[order[0]] < 0:
-            order = order[np.count_nonzero(entries < 0) :]  # what is not in came first
+        if len(rows) and entries[order[0]] == _ABSENT:
+            order = order[np.count_nonzero(entries == _ABSENT) :]  # what is not in came first
         found: Rows = rows[order]
         return found
 

@@ -40,7 +40,7 @@ class Staging:
         self._replaced: list[dict[str, Any]] = []  # the tags that they had
         self._at = 0
         self._seen = Names()
-        self._spec = partition.spec
+        self._group_size = partition.spec.group_size
         self._touched: set[str] = set()
         # An index that comes later gets the new samples when they are there.
         self._indexes: list[TagIndex] = list(partition.looking.indexes.values())
@@ -68,6 +68,7 @@ class Staging:
 
     def make_some_ready(self) -> None:
         """Go on with it; raises if the put cannot be written."""
+        self._follow_registration()
         ids = self._ids[self._at : self._at + _SAMPLES_AT_ONCE]
         tags = None if self._given is None else self._given[self._at : self._at + _SAMPLES_AT_ONCE]
         is_seen = any(row is not None for row in self._seen.find(ids))
@@ -91,11 +92,8 @@ class Staging:
 
     def catch_up(self) -> None:
         """Look again at what others have touched since, before the put is written."""
+        self._follow_registration()
         table = self.partition.table
-        if self._spec is not table.spec:
-            self._spec = table.spec
-            fresh = np.flatnonzero(self._is_new).tolist()
-            table.groups[self.rows[fresh]] = self._groups_of(fresh)
         if not self._touched:
             return
         for at, sample_id in enumerate(self._ids):
@@ -114,6 +112,15 @@ class Staging:
             if self._given is not None:
                 self._tags[at] = table.tags[row] | self._given[at]
         self._touched.clear()
+
+    def _follow_registration(self) -> None:
+        """Its new samples may have to be in groups, or not any more."""
+        partition, size = self.partition, self.partition.spec.group_size
+        if size != self._group_size:
+            self._group_size = size
+            fresh = np.flatnonzero(self._is_new)
+            partition.table.groups[self.rows[fresh]] = self._groups_of(fresh.tolist())
+            partition.groups.stage(self.rows[fresh])
 
     def publish(self) -> tuple[Rows, Rows]:
         """Let its samples be there; return the rows of all, and of the new ones."""
@@ -173,6 +180,7 @@ class Staging:
 
     def _remove(self, rows: Rows) -> None:
         self.partition.looking.remove(rows)
+        self.partition.groups.unstage(rows)
         self.partition.table.unstage(rows)
 
     def _stop_watching(self) -> None:

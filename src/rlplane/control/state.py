@@ -181,12 +181,16 @@ class ControlState:
         check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
         return partition.claims.look_for(task, claim)
 
-    def sorts_many(self, partition_id: str, task: str, fields: Sequence[str], order: str | None) -> bool:
-        """Whether a claim in this order may have to sort so many samples, or to gather so many groups, that
-        others would wait."""
+    def takes_long(
+        self, partition_id: str, task: str, fields: Sequence[str], order: str | None, *, reads_tags: bool
+    ) -> bool:
+        """Whether a claim in this order may have to sort so many samples, to read the tags of so many or to
+        gather so many groups, that others would wait."""
         partition = self.partitions.get(partition_id)
         if partition is None or len(partition.rows) <= _MANY:
             return False
+        if reads_tags:
+            return True
         flow = partition.spec.flow
         if order is not None or (flow is not None and flow.training_order is not None):
             return True

@@ -54,9 +54,26 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
     try:
         match request:
             case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
-                where or state.sorts_many(partition_id, task, fields, order)
+                where
+                or state.takes_long(
+                    partition_id,
+                    task,
+                    fields,
+                    order,
+                    reads_tags=request.max_tokens is not None or bool(request.repeat_where),
+                )
             ):
-                claim = Claim(partition_id, task, fields, size, where, order=order)
+                claim = Claim(
+                    partition_id,
+                    task,
+                    fields,
+                    size,
+                    where,
+                    order=order,
+                    max_tokens=request.max_tokens,
+                    max_uses=request.max_uses,
+                    repeat_where=request.repeat_where,
+                )
                 looks = state.look_for_claim(claim)
             case wire.Peek(partition_id, where, order=order) if where or order:
                 looks = state.look_for(partition_id, where, order)

@@ -101,3 +101,21 @@ class ListOfGroups:
             if len(members) == self.size - self.kept.get(name, 0):
                 made.append(self.gathering.pop(name))
         return made
+
+
+class PrioritisedGroups(ListOfGroups):
+    """The group of which a member has the highest tag comes first, and of equal ones that which would anyway.
+    The list itself is in the order of those."""
+
+    def __init__(self, size: int, tags: dict[Any, int]) -> None:
+        super().__init__(size)
+        self.tags = tags
+
+    def fitting(self, match: set[Any] | None) -> list[Any]:
+        groups = sorted(self.whole, key=lambda group: -max(self.tags[row] for row in group))
+        return [row for group in groups if match is None or match >= set(group) for row in group]
+
+    def take(self, count: int, match: set[Any] | None) -> list[Any]:
+        taken = self.fitting(match)[: count // self.size * self.size]
+        self.whole = [group for group in self.whole if group[0] not in taken]
+        return taken

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.control import at_once
 from tests.unit.control.whole_state import dump_state, restore_state
@@ -247,7 +248,12 @@ def test_an_ordered_queue_keeps_its_order_and_its_count(order: str, group_size: 
             at_once.clear(state, "p", [random.choice(list(partition.rows))])
         if random.random() < 0.5:
             queue = partition.cursors.queue(partition.tasks["t"], Claim("p", "t", ["x"], 2, order=order))
-            units = [partition.ids[rows].tolist() for rows in queue.units(None)]
+            units = [
+                partition.ids[rows].tolist()
+                for piece in queue.pieces(None)
+                for rows in np.split(piece.rows, piece.starts[1:])
+                if len(rows)
+            ]
             keys = [max(partition.tags[partition.rows[i]]["v"] for i in unit) for unit in units]
             assert order != "priority:v" or keys == sorted(keys, reverse=True)
             assert len(units) * (group_size or 1) == queue.ready
@@ -256,7 +262,30 @@ def test_an_ordered_queue_keeps_its_order_and_its_count(order: str, group_size: 
             at_once.clear(state, "p", taken[:1])
 
 
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_an_order_follows_the_tags_however_many_other_orders_were_asked_for(group_size: int | None) -> None:
+    tasks = ["t", *(f"other{number}" for number in range(20))]
+    state = plane(tasks, group_size)
+    write(state, ["a_g0", "a_g1", "b_g0", "b_g1"], "x", tags=[{"v": n} for n in (4, 3, 2, 1)])
+    assert claim(state, 2, order="priority:v") == ["a_g0", "a_g1"]
+    state.release_owner(0)
+    for number in range(20):
+        claim(state, 2, task=f"other{number}", order=f"priority:{number}")
+    write(state, ["b_g0", "b_g1"], tags=[{"v": 9}, {"v": 8}])
+    assert claim(state, 4, order="priority:v") == ["b_g0", "b_g1", "a_g0", "a_g1"]
+
+
 # Groups that end short
+
+
+def test_two_groups_of_one_name_with_a_size_of_their_own_are_a_tail() -> None:
+    state = plane(group_size=2)
+    write(state, [f"a_g{n}" for n in range(6)], "x", tags=[{"group_size": 3}] * 6)
+    waiting = Claim("p", "t", ["x"], 16, token="w")
+    assert not state.claim(waiting, blocking=True).answers
+    ((_, batch),) = state.finish("p").answers
+    assert isinstance(batch, Batch) and len(batch.ids) == 6
+
 
 GROUP = ["a_g0", "a_g1", "a_g2", "a_g3"]
 

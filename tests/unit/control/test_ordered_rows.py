@@ -43,7 +43,9 @@ class SortedList:
         self.count = 0
 
     def key(self, row: int) -> Any:
-        return self.order.key([self.table.ids[row]], [self.table.tags[row]])
+        if self.order.kind == "lifo":
+            return 0
+        return self.order.keys([self.table.ids[row]], [self.table.tags[row]])[0]
 
     def offer(self, rows: list[int]) -> None:
         for row in rows:
@@ -108,8 +110,8 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
             queue.withdraw(np.array(rows, np.int64))
             for row, value in zip(rows, tags, strict=False):
                 table.tags[row] = {"v": value}
-            if queue._known_keys is not None:
-                queue._known_keys.forget(np.array(rows, np.int64))
+            if keys is not None:
+                keys.forget(np.array(rows, np.int64))
             queue.readmit(np.array(rows, np.int64))
             queue.offer(np.array(rows, np.int64))
             model.offer(rows)
@@ -132,16 +134,18 @@ def test_it_hands_out_what_a_sorted_list_would(order: str, steps: list[Any]) -> 
         elif kind == "look":
             enough, match = arguments
             there = model.ordered(match)
-            units = list(queue.units(None if match is None else rows_in(match)))
-            assert units == [[row] for row in there]
+            pieces = list(queue.pieces(None if match is None else rows_in(match)))
+            assert [row for units in pieces for row in units.rows.tolist()] == there
             assert match is None or queue.among(np.array(list(match), np.int64)).tolist() == there
             counted = queue.count(enough, None if match is None else rows_in(match), None)
             assert min(counted, enough) == min(len(there), enough)
         else:
             queue = pickle.loads(pickle.dumps(queue))
             queue._table = table
-            if queue._known_keys is not None:
-                queue._known_keys._table = table
+            if keys is not None:
+                keys = queue._known_keys
+                assert isinstance(keys, KnownKeys)
+                keys._table = table
         assert queue.ready == len(model.places)
         assert set(model.places) <= set(queue.candidates()[0].tolist())
 

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.unit.control.list_queues import ListOfGroups, ListOfRows
+from tests.unit.control.list_queues import ListOfGroups, ListOfRows, PrioritisedGroups
 
 from rlplane.control.groups import GroupQueue
+from rlplane.control.ordered_rows import KnownKeys, OrderedRowQueue
+from rlplane.control.policies import Order
 from rlplane.control.queues import Match, ReadyQueue, RowQueue
 
 ROWS = 12
@@ -172,11 +174,39 @@ class TripleQueueMachine(_QueueMachine):
         self.model = ListOfGroups(3)
 
 
+class PriorityQueueMachine(_QueueMachine):
+    """Pairs of which the one with the highest tag comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        order = Order("priority:v")
+        self.keys = KnownKeys(self.table, order)
+        self.table.tags[:] = [{"v": 0}] * ROWS
+        self.queue: GroupQueue = GroupQueue(self.table, 2, order=order, keys=self.keys)
+        self.model = PrioritisedGroups(2, self.tags)
+
+    @rule(row=st.integers(0, ROWS - 1), tag=st.integers(0, 2))
+    def change_a_tag(self, row: int, tag: int) -> None:
+        self.queue.withdraw(_array([row]))
+        self.tags[row] = tag
+        self.table.tags[row] = {"v": tag}
+        self.keys.forget(_array([row]))
+        self.queue.readmit(_array([row]))
+        self.queue.move(_array([row]))
+
+    @rule(count=st.integers(1, 12))
+    def sort_ahead(self, count: int) -> None:
+        assert isinstance(self.queue.line, OrderedRowQueue)
+        self.queue.line.lengthen_front(count)
+
+
 _settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestRowQueueIsAList = RowQueueMachine.TestCase
 TestRowQueueIsAList.settings = _settings
 TestPairsAreAListOfGroups = PairQueueMachine.TestCase
 TestPairsAreAListOfGroups.settings = _settings
+TestPairsInAnOrderAreASortedListOfGroups = PriorityQueueMachine.TestCase
+TestPairsInAnOrderAreASortedListOfGroups.settings = _settings
 TestTriplesAreAListOfGroups = TripleQueueMachine.TestCase
 TestTriplesAreAListOfGroups.settings = _settings
 
@@ -203,8 +233,9 @@ def test_groups_that_leave_by_the_back_door_are_forgotten() -> None:
         queue.offer(rows)
         queue.discard(rows)
     assert queue.ready == 0
-    assert len(queue._groups) <= 4096 + 16
-    assert not queue._gathering and not queue._group_of
+    assert isinstance(queue.line, RowQueue)
+    assert queue.line._held <= 4096 + 16
+    assert not queue._gathering and (queue._whole.leader(rows) < 0).all()
 
 
 def test_the_others_of_two_broken_groups_of_one_name_keep_their_order() -> None:

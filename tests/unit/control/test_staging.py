@@ -31,6 +31,10 @@ class LongPut(History):
     def long_put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> Put:
         return _put(ids, {name: 1000 + at for at, name in enumerate(fields)}, tags)
 
+    def register(self, group_size: int | None) -> None:
+        self.group_size = group_size
+        self.state.register(PartitionSpec.checked("p", ["x", "y"], 0, ["t"], group_size))
+
     def count(self, value: int) -> int:
         return self.state.count("p", {"v": value})
 
@@ -41,6 +45,14 @@ class LongPut(History):
         counts = [self.count(value) for value in range(3)]
         assert sorted(partition.rows) == sorted(partition.names()) and len(rows) == self.state.live
         assert partition.rows.find(partition.names()) == rows.tolist()
+        if partition.spec.group_size:
+            groups: dict[str, list[int]] = {}
+            for row in rows.tolist():
+                groups.setdefault(partition.table.groups[row], []).append(row)
+            assert {name: sorted(partition.groups.of(name)) for name in groups} == {
+                name: sorted(members) for name, members in groups.items()
+            }
+            assert partition.groups._staged == 0 and partition.groups._members.keys() == groups.keys()
         return partition.inspect(rows), places, counts, partition.status(0.0)
 
 
@@ -60,6 +72,7 @@ steps = st.lists(
         st.tuples(st.just("unclaim"), ids_),
         st.tuples(st.just("clear"), ids_),
         st.tuples(st.just("count"), st.integers(0, 2)),
+        st.tuples(st.just("register"), st.sampled_from([None, 2])),
     ),
     max_size=16,
 )
