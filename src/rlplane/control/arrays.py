@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from typing import Any
 
 import numpy as np
@@ -46,14 +48,24 @@ def _with_room(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
         if size > room:
             return _resized(array, size, fill)
         try:
-            reserved = np.zeros(room, array.dtype)
-        except MemoryError:  # the system does not lend address space without memory
+            reserved = np.frombuffer(_address_space(), array.dtype)
+        except OSError:  # the system does not lend address space without memory
             return _resized(array, size, fill)
         reserved[:before] = array
     assert isinstance(reserved, np.ndarray)
     if fill != 0:
         reserved[before:size] = fill
     return reserved[:size]
+
+
+def _address_space() -> mmap.mmap:
+    """Zeros. numpy asks for large pages for so many, and to make room for one of these in memory that is in
+    pieces takes the kernel longer than others should wait."""
+    space = mmap.mmap(-1, _RESERVED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            space.madvise(mmap.MADV_NOHUGEPAGE)
+    return space
 
 
 def _is_reserved(reserved: object, array: NDArray[Any], size: int) -> bool:

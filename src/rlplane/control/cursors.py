@@ -386,8 +386,9 @@ class Cursors:
         table = self.table
         if task.uses is None:
             task.uses = filled(table.size, np.int64, 0)
-        task.uses[rows] += 1
-        again = task.uses[rows] < claim.max_uses
+        uses = task.uses[rows] + 1
+        task.uses[rows] = uses
+        again = uses < claim.max_uses
         repeats = self._looking.repeats(claim)
         if repeats is not None:
             again &= repeats(rows)

@@ -108,6 +108,8 @@ class GroupKeys:
         self._whole, self._order, self._keys = whole, order, keys
 
     def __call__(self, leaders: Rows) -> NDArray[np.float64]:
+        if self._order.kind == "random":
+            return self._keys(leaders)
         units = self._whole.of(leaders)
         return self._order.group_keys(self._keys(units.rows), units.starts)
 

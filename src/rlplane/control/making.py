@@ -34,8 +34,14 @@ class GroupsInMaking(Look):
         # The queue knows this, and what is dropped is freed without a garbage collector.
         self._queue, self._group_size = weakref.ref(queue), queue.group_size
         self._touched: list[Rows] = []
-        self._line_up(cursors.ready(task, self._required, rows))
+        self._begin(cursors.ready(task, self._required, rows))
         self.is_spoiled = False
+
+    def _begin(self, rows: Rows) -> None:
+        """These are to come next. What happens to them from now on is seen by their stamps."""
+        self._unsorted: Rows | None = rows
+        self._slices: deque[tuple[Rows, bool]] = deque()
+        self._later = (self._cursors.table.events + 1) << STAMP_BITS
 
     def _line_up(self, rows: Rows) -> None:
         size = -(-_ROWS_AT_ONCE // self._group_size) * self._group_size
@@ -45,7 +51,6 @@ class GroupsInMaking(Look):
             for piece, is_return in self._cursors.in_line(self._task, self._required, rows)
             for some in ([piece] if is_return else np.split(piece, range(size, len(piece), size)))
         )
-        self._later = (self._cursors.table.events + 1) << STAMP_BITS  # stamps of what happens from now on
 
     def touch(self, rows: Rows) -> None:
         """Rows have become ready, or come back, or have other tags."""
@@ -62,18 +67,21 @@ class GroupsInMaking(Look):
             if is_wanted and queue is not None:
                 del task.queues[self._key]
             return True
-        while self._slices or self._touched:
-            if not self._slices:
-                touched, self._touched = self._touched, []
-                self._line_up(self._ready(np.unique(np.concatenate(touched)), is_later=True))
-                continue
-            rows, is_return = self._slices.popleft()
-            rows = self._ready(rows, is_later=False)
-            if is_return:
-                queue.restore(rows)
+        while self._unsorted is not None or self._slices or self._touched:
+            if self._unsorted is not None:
+                rows, self._unsorted = self._unsorted, None
+                self._line_up(rows)
+            elif self._slices:
+                rows, is_return = self._slices.popleft()
+                rows = self._ready(rows, is_later=False)
+                if is_return:
+                    queue.restore(rows)
+                else:
+                    queue.offer(rows)
             else:
-                queue.offer(rows)
-            if is_over() and (self._slices or self._touched):
+                touched, self._touched = self._touched, []
+                self._begin(self._ready(np.unique(np.concatenate(touched)), is_later=True))
+            if is_over() and (self._unsorted is not None or self._slices or self._touched):
                 return False
         queue.is_whole, queue.making = True, None
         return True

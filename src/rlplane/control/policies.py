@@ -208,14 +208,12 @@ class Order:
         return hashlib.blake2b(f"{self.argument}/{sample_id}".encode(), digest_size=8).digest()
 
     def group_keys(self, keys: NDArray[np.float64], starts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The same for groups of samples that come together, of whose members these are the keys; those of
-        each group begin at one of ``starts``."""
-        if self.kind == "random" or not len(starts):
-            return keys[starts]
+        """The same for groups that come by their tags, of whose members these are the keys; those of each
+        group begin at one of ``starts``."""
         # By the highest priority, or by the oldest version, that a member has.
-        furthest: NDArray[np.float64]
-        furthest = (np.maximum if self.kind == "freshest" else np.minimum).reduceat(keys, starts)
-        return furthest
+        furthest = np.maximum if self.kind == "freshest" else np.minimum
+        found: NDArray[np.float64] = furthest.reduceat(keys, starts) if len(starts) else keys
+        return found
 
 
 def _number(value: Any, otherwise: float) -> float:

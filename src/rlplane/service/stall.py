@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Iterator
@@ -92,6 +93,16 @@ def collect_young_garbage_only() -> None:
     freed without it."""
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, 2**31 - 1)
+
+
+def use_small_pages() -> None:
+    """Let numpy not ask for large pages in this process. To make room for one in memory that is in pieces
+    takes the kernel many milliseconds, which whoever writes to a new array of some megabytes waits for."""
+    # Its documented switch is a variable that is read before anything of this runs.
+    with contextlib.suppress(ImportError):
+        from numpy._core.multiarray import _set_madvise_hugepage  # type: ignore[attr-defined]
+
+        _set_madvise_hugepage(False)
 
 
 class LoopStall:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,3 +85,19 @@ def test_a_long_column_of_numbers_grows_where_it_is(dtype: type[Any], fill: int)
     again = grown(pickle.loads(pickle.dumps(array, protocol=5)), 400_000, fill)
     np.testing.assert_array_equal(again[:300_000], array)
     assert (again[300_000:] == dtype(fill)).all()
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the kernel does not say how memory is mapped"
+)
+def test_a_long_column_is_not_in_large_pages() -> None:
+    array = filled(20_000, np.int64, 0)
+    where = array.ctypes.data
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (mapping,) = [each for each in mappings[1:] if _holds(each, where)]
+    assert " nh" in mapping.split("VmFlags:")[1] or "THPeligible:    0" in mapping
+
+
+def _holds(mapping: str, address: int) -> bool:
+    start, end = (int(each, 16) for each in mapping.split()[0].split("-"))
+    return start <= address < end

@@ -20,7 +20,7 @@ from rlplane.service.journal import Journal
 from rlplane.service.recovery import recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
-from rlplane.service.stall import collect_young_garbage_only
+from rlplane.service.stall import collect_young_garbage_only, use_small_pages
 from rlplane.storage.shm.directory import PlaneDirectory, remove_if_dead, stale_planes
 from rlplane.storage.shm.host import ShmHost
 
@@ -97,6 +97,7 @@ def serve(
     """
     server, address = make_server(cfg, needs_bootstrap=needs_bootstrap, take_over=take_over)
     collect_young_garbage_only()
+    use_small_pages()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     handler = log_to_file(PlaneDirectory.at(address).log)

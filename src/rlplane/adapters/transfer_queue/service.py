@@ -23,6 +23,7 @@ from rlplane.service.journal import Journal
 from rlplane.service.recovery import recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
+from rlplane.service.stall import use_small_pages
 from rlplane.storage.chunks import chunks_of
 from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
@@ -37,6 +38,7 @@ class ServiceActor:
     def __init__(self, cfg: dict[str, Any], about: dict[str, Any]) -> None:
         from rlplane.adapters.transfer_queue.plane import Plane, open_store
 
+        use_small_pages()
         plane = self._plane = Plane(**about, actor=None)
         self._store = open_store(cfg, plane)  # type: ignore[arg-type]
         self._discard = BackgroundDiscard(self._drop, self._dropped)
