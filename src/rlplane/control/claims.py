@@ -6,6 +6,7 @@ share it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -61,9 +62,11 @@ class Claims:
 
     def claim(self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int) -> Batch:
         """Hand up to ``count`` ready samples to the task."""
-        table = self._table
+        return Batch(*ids_and_tags_of(self._table, self._take(task, queue, claim, count)))
+
+    def _take(self, task: TaskCursor, queue: ReadyQueue, claim: Claim, count: int) -> Rows:
         step = self._flow_control.step_of(task)
-        if step is None or table.spec.group_size:
+        if step is None or self._table.spec.group_size:
             rows = queue.pop(count, self._match_of(claim, step))
         else:
             rows = self._ready_in_step(queue, claim, step)[:count]
@@ -76,7 +79,7 @@ class Claims:
                 self._cursors.forget_kept(task, rows)
             if claim.max_uses > 1:
                 self._cursors.line_up_again(task, rows, claim)
-        return Batch(*ids_and_tags_of(table, rows))
+        return rows
 
     def available(self, task: TaskCursor, queue: ReadyQueue, claim: Claim) -> int:
         """How many samples, or more than are there, a claim that does not wait may have."""
@@ -337,7 +340,7 @@ class Claims:
             return StepOverError(
                 f"step {claim.step!r} is over for rank {claim.dp_rank}: its samples have been cleared"
             )
-        rows = [self._table.rows.get(sample_id) for sample_id in ids]
+        rows = self._table.rows.find(ids)
         return Batch(list(ids), [{} if row is None else self._table.tags[row] for row in rows])
 
     def _divide(
@@ -346,26 +349,26 @@ class Claims:
         """Claim a batch for all ranks of a step; return the part of the one that asks."""
         assert claim.step is not None
         table = self._table
-        batch = self.claim(task, queue, claim, count)
-        units: dict[Any, list[int]] = {}
-        for place, sample_id in enumerate(batch.ids):
-            is_whole = table.spec.group_size and not claim.split_groups
-            name = table.groups[table.rows[sample_id]] if is_whole else sample_id
-            units.setdefault(name, []).append(place)
-        places = list(units.values())
-        over = places[len(places) - len(places) % claim.dp_world :]
+        rows = self._take(task, queue, claim, count)
+        units = [[row] for row in rows.tolist()]
+        if table.spec.group_size and not claim.split_groups:
+            groups: dict[str, list[int]] = {}
+            for row, name in zip(rows.tolist(), table.groups[rows].tolist(), strict=True):
+                groups.setdefault(name, []).append(row)
+            units = list(groups.values())
+        over = len(units) % claim.dp_world
         if over:
-            ids = [batch.ids[place] for unit in over for place in unit]
-            self._cursors.put_back(task, table.live_rows(ids))
-            places = places[: -len(over)]
-        if not places:
+            self._cursors.put_back(task, np.array([row for unit in units[-over:] for row in unit], np.int64))
+            units = units[:-over]
+        if not units:
             return InvalidRequestError(
                 f"step {claim.step!r}: within batch_size={claim.batch_size} and max_tokens="
                 f"{claim.max_tokens} there is not one for each of {claim.dp_world} ranks"
             )
-        lengths = [sum(_length(batch.tags[place]) for place in unit) for unit in places]
-        parts = [
-            [batch.ids[place] for unit in part for place in places[unit]]
+        tags = iter(table.tags[[row for unit in units for row in unit]].tolist())
+        lengths = [sum(map(_length, itertools.islice(tags, len(unit)))) for unit in units]
+        parts: list[list[str]] = [
+            table.ids[[row for unit in part for row in units[unit]]].tolist()
             for part in divided(lengths, claim.dp_world)
         ]
         self.steps.add(StepKey(task.name, claim.step), parts)

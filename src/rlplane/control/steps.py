@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,11 +87,14 @@ def divided(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """
     each = len(lengths) // ranks
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]  # a heap
     for place in sorted(range(each * ranks), key=lambda place: -lengths[place]):
-        rank = min((r for r in range(ranks) if len(parts[r]) < each), key=lambda r: (load[r], r))
+        load, rank = loads[0]
         parts[rank].append(place)
-        load[rank] += lengths[place]
+        if len(parts[rank]) < each:
+            heapq.heapreplace(loads, (load + lengths[place], rank))
+        else:
+            heapq.heappop(loads)
     return [sorted(part) for part in parts]
 
 
