@@ -339,7 +339,8 @@ def begin_again(service: ControlService, in_use: set[int], first_lease: int) -> 
     service.next_lease = max(service.next_lease, first_lease)
     begun = [request for work in service.work for request in work.requests]
     for request in [*service.unanswered.values(), *begun]:
-        request.channel = 0
+        # None that there is. Each has one of its own, because by it is noted what a request was given.
+        request.channel = -request.number
 
 
 def resume(
