@@ -350,9 +350,11 @@ def resume(
     abandoned: Iterable[int],
     in_use: Mapping[int, Place],
 ) -> None:
-    """A client of before is there again, holds these leases on these places, and has abandoned these
-    requests."""
+    """A client of before is there again, holds these leases on these places and no others, and has abandoned
+    these requests."""
     held = service.clients[client]
+    for lease in held.leases.keys() - leases.keys():
+        service.release(client, lease)  # it could not say so
     for lease, numbers in leases.items():
         if lease in held.leases:
             continue  # only the connection was lost
