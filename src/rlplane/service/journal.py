@@ -247,7 +247,8 @@ class Journal:
 def write_dump(directory: Path, generation: int, service_state: Any) -> None:
     """Write a dump that is there whole or not at all."""
     path = _dump_path(directory, generation)
-    temporary = path.with_suffix(".new")
+    # The child of a service that was killed may still write one of an earlier generation.
+    temporary = path.with_name(f"{path.name}.new")
     # It has the secrets of the clients in it.
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         pickle.dump(service_state, file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -356,5 +357,6 @@ def _dump_path(directory: Path, generation: int) -> Path:
 
 def _remove_before(directory: Path, generation: int) -> None:
     for path in [*directory.glob("journal.*"), *directory.glob("state.*")]:
-        if path.suffix[1:].isdecimal() and int(path.suffix[1:]) < generation:
+        number = path.name.split(".")[1]
+        if number.isdecimal() and int(number) < generation:
             path.unlink(missing_ok=True)
