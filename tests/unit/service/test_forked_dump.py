@@ -199,3 +199,26 @@ def test_what_killed_children_leave_of_their_dumps_is_removed(tmp_path: Path) ->
         journal.tidy()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.2", "state.2"]
     journal.close()
+
+
+def test_a_fresh_journal_that_cannot_be_opened_leaves_the_one_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.add(Joined(1, "secret", True))
+    really_open = os.open
+
+    def full(path: Any, *args: Any, **more: Any) -> int:
+        if str(path).endswith("journal.1"):
+            raise OSError(28, "No space left on device")
+        return really_open(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        journal.compact({"not": "dumped"})
+    journal.add(Joined(2, "another", False))
+    journal.flush()
+    state, records, newest = read_records(tmp_path)
+    assert state is None and newest == 0
+    assert [record.client for record in records if isinstance(record, Joined)] == [1, 2]
+    journal.close()
