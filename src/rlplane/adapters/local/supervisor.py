@@ -134,8 +134,10 @@ class Supervisor:
             )
         finally:
             os.close(write_fd)
-        with os.fdopen(read_fd, "rb") as ready:
-            address = ready.read().decode()
+        try:
+            address = _first_words(process.pid, read_fd)
+        finally:
+            os.close(read_fd)
         if not address:
             code = process.wait(_START_TIMEOUT_S)
             with contextlib.suppress(OSError):
@@ -144,6 +146,25 @@ class Supervisor:
                 f"the control service ended with code {code} before it was ready; see its log"
             )
         return process, address
+
+
+def _first_words(pid: int, read_fd: int) -> str:
+    """What a child writes into a pipe, in one piece; nothing if it ends without. That the pipe has not ended
+    does not matter: a process that another thread has forked meanwhile may hold it too."""
+    os.set_blocking(read_fd, False)
+    with contextlib.suppress(ProcessLookupError):
+        child = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            poll.register(read_fd, select.POLLIN)
+            poll.poll()
+        finally:
+            os.close(child)
+    try:
+        return os.read(read_fd, select.PIPE_BUF).decode()
+    except BlockingIOError:
+        return ""
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:
