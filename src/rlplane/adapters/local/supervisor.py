@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ class Supervisor:
         self._closing = False
         # Held to start a service and to decide that none is started any more; by a signal handler too.
         self._starting = threading.RLock()
-        self._supervised: int | None = None
+        self._supervised: io.FileIO | None = None
         self._process, self.address = self._start()
         self._path = Path(self.address.removeprefix("shm://"))
         if self._cfg["journal"] is not False and self._cfg["reconnect_timeout_s"] != 0:
@@ -119,7 +120,7 @@ class Supervisor:
     def _stop_supervising(self) -> None:
         supervised, self._supervised = self._supervised, None
         if supervised is not None:
-            os.close(supervised)
+            supervised.close()
 
     def _start(self, take_over: Path | None = None) -> tuple[subprocess.Popen[bytes], str]:
         read_fd, write_fd = os.pipe()
