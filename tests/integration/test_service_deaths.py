@@ -276,3 +276,34 @@ def test_a_served_plane_survives_its_service_and_ends_with_a_signal(tmp_path: Pa
         assert served.wait(20) == 0
     assert not Path(address.removeprefix("shm://")).exists()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_child_that_is_forked_while_the_service_is_started_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has the pipe over which the service says that it is ready."""
+    children = []
+    start = subprocess.Popen
+
+    def start_and_fork(*args: Any, **kwargs: Any) -> Any:
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+            os._exit(0)
+        children.append(child)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_fork)
+    try:
+        with ThreadPoolExecutor() as pool:
+            client = pool.submit(_client).result(60)
+            client.register_partition("p", ["x"], 10, ["t"])
+            for deaths in (2, 3):
+                _kill(client)
+                assert client.list_sample_ids("p") == []
+                assert len(children) == deaths
+            pool.submit(client.close).result(60)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

@@ -44,3 +44,23 @@ def test_a_directory_that_cannot_be_written_does_not_stop_the_plane(tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.01)
         plane.register_partition("p", ["x"], 9, ["t"])
+
+
+def test_what_others_have_saved_into_the_same_directory_is_left_alone(tmp_path: Path, caplog: Any) -> None:
+    """Hugging Face's trainer calls its checkpoints checkpoint-500, for example."""
+    for name in ("checkpoint-500", "checkpoint-best", "checkpoint-00000007-of-mine"):
+        (tmp_path / name).mkdir()
+    table = {"dir": str(tmp_path), "every_s": 0.02, "keep": 1}
+    with build_data_plane_client(load_config("local", {"checkpoint": table})):
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "checkpoint-00000003").exists():
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert left > {"checkpoint-500", "checkpoint-best", "checkpoint-00000007-of-mine"}
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None and left - {newest.name} == {
+        "checkpoint-500",
+        "checkpoint-best",
+        "checkpoint-00000007-of-mine",
+    }

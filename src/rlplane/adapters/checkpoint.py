@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import secrets
 import shutil
 import threading
@@ -25,6 +26,7 @@ from rlplane.storage.places import Layout
 logger = logging.getLogger(__name__)
 
 _NAME = "checkpoint-{:08d}"
+_IS_OURS = re.compile(r"checkpoint-[0-9]{8}")
 _BLOCKS_AT_ONCE = 4096
 
 
@@ -74,7 +76,8 @@ class PeriodicCheckpoints:
 
 
 def _saved(directory: str | Path) -> list[Path]:
-    return list(Path(directory).glob("checkpoint-*"))
+    # Others may save into the same directory, and give theirs such names as checkpoint-500.
+    return [path for path in Path(directory).glob("checkpoint-*") if _IS_OURS.fullmatch(path.name)]
 
 
 def save_plane(link: Link, checkpoint_dir: str, metadata: Mapping[str, Any] | None) -> None:

@@ -133,7 +133,7 @@ class SocketConnection:
         except BaseException:
             # Ctrl-C, or a service that does not answer: what it grants later must not be lost unseen.
             self._abandoned.append(number)
-            self._lifeline.abandon(number)
+            self._tell(lambda lifeline: lifeline.abandon(number))
             raise
 
     def has_lease(self, answer: wire.Answer, life: int) -> bool:
@@ -166,7 +166,7 @@ class SocketConnection:
                 return self._receive(channel, number, waits_s)
         except BaseException:
             channel.close()
-            self._lifeline.keep_unsent(released, abandoned)
+            self._tell(lambda lifeline: lifeline.keep_unsent(released, abandoned))
             self._read.extend(read)
             raise
 
@@ -180,6 +180,7 @@ class SocketConnection:
                 return  # another thread has done it, or only a channel has ended
             if self._lifeline.said_farewell:
                 self._reconnect_timeout_s = 0.0
+            self._lifeline.stop_sending()
             while self._reconnect_timeout_s and not self.closed:
                 try:
                     if self._find_again is not None:
@@ -191,9 +192,9 @@ class SocketConnection:
                         break
                     time.sleep(_RETRY_S)
                     continue
-                lifeline.keep_unsent(*self._lifeline.unsent())
-                self._lifeline.close()
-                self._lifeline = lifeline
+                before, self._lifeline = self._lifeline, lifeline
+                lifeline.take_over(before)
+                before.close()
                 return
         if self.closed:
             raise ClientClosedError("the client was closed while the call was waiting")
@@ -252,7 +253,13 @@ class SocketConnection:
     def release(self, lease: int) -> None:
         """See :class:`Connection`."""
         self._leases.pop(lease, None)
-        self._lifeline.release(lease)
+        self._tell(lambda lifeline: lifeline.release(lease))
+
+    def _tell(self, notify: Callable[[Lifeline], None]) -> None:
+        lifeline = self._lifeline
+        notify(lifeline)
+        if lifeline is not self._lifeline:
+            self._lifeline.take_over(lifeline)  # another thread has reconnected meanwhile
 
     def close(self) -> None:
         """See :class:`Connection`."""

@@ -155,7 +155,7 @@ class Journal:
         self._child: int | None = None
         self._given_up = False
         self._dump_size = 0
-        self._open()
+        self._open(generation)
 
     def add(self, record: Record) -> None:
         """Note a record; it is written with the next :meth:`flush`."""
@@ -202,9 +202,15 @@ class Journal:
         self.flush()
         if self._given_up:
             return
-        os.close(self._fd)
+        before, size = self._fd, self._size
+        try:
+            self._open(self.generation + 1)
+        except OSError as error:
+            logger.warning("the journal is not made shorter, for want of a fresh one: %s", error)
+            self._dump_size = 2 * size  # that long it may get until the next attempt
+            return
+        os.close(before)
         self.generation += 1
-        self._open()
         try:
             self._child = run_in_child(lambda: write_dump(self.directory, self.generation, service_state))
         except OSError as error:
@@ -238,8 +244,8 @@ class Journal:
         """Remove everything that was written: the plane ends, or cannot be brought back."""
         _remove_before(self.directory, self.generation + 1)
 
-    def _open(self) -> None:
-        path = _journal_path(self.directory, self.generation)
+    def _open(self, generation: int) -> None:
+        path = _journal_path(self.directory, generation)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
 
@@ -247,7 +253,8 @@ class Journal:
 def write_dump(directory: Path, generation: int, service_state: Any) -> None:
     """Write a dump that is there whole or not at all."""
     path = _dump_path(directory, generation)
-    temporary = path.with_suffix(".new")
+    # The child of a service that was killed may still write one of an earlier generation.
+    temporary = path.with_name(f"{path.name}.new")
     # It has the secrets of the clients in it.
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         pickle.dump(service_state, file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -356,5 +363,6 @@ def _dump_path(directory: Path, generation: int) -> Path:
 
 def _remove_before(directory: Path, generation: int) -> None:
     for path in [*directory.glob("journal.*"), *directory.glob("state.*")]:
-        if path.suffix[1:].isdecimal() and int(path.suffix[1:]) < generation:
+        number = path.name.split(".")[1]
+        if number.isdecimal() and int(number) < generation:
             path.unlink(missing_ok=True)

@@ -34,6 +34,7 @@ class Lifeline:
         self._flushing = False
         self._pid = os.getpid()
         self.closed = False
+        self._is_broken = False
         self.said_farewell = False  # the service has ended in order, and does not come back
 
     def release(self, lease: int) -> None:
@@ -52,6 +53,15 @@ class Lifeline:
         """The request that was to take them along has failed."""
         self._released.extend(released)
         self._abandoned.extend(abandoned)
+        self._flush_later()
+
+    def stop_sending(self) -> None:
+        """Another one takes the place of this. What is to be sent from now on is kept for it."""
+        self._is_broken = True
+
+    def take_over(self, before: Lifeline) -> None:
+        """Send what the one before did not."""
+        self.keep_unsent(*before.unsent())
 
     def say_goodbye(self) -> None:
         released = [wire.Release(lease) for lease in _drain(self._released)]
@@ -106,7 +116,10 @@ class Lifeline:
                 unsent.remove(number)
             except (ValueError, IndexError, RuntimeError):
                 pass  # another thread drains it
-        if (unsent or self._rest) and not self._flushing:
+        self._flush_later()
+
+    def _flush_later(self) -> None:
+        if self._left() and not self._flushing:
             self._flushing = True
             with contextlib.suppress(RuntimeError):  # no thread to be had: the next request takes it along
                 threading.Thread(target=self._flush, name="rlplane-lifeline", daemon=True).start()
@@ -116,7 +129,7 @@ class Lifeline:
 
     def _send_bytes(self, data: bytes) -> bool:
         """Send ``data`` behind the rest of the last message; True if the caller is done with it."""
-        if not self._sending.acquire(blocking=False):
+        if self._is_broken or not self._sending.acquire(blocking=False):
             return False  # another thread is here, or this one, when a finalizer has interrupted it
         try:
             if self._rest:
@@ -127,7 +140,8 @@ class Lifeline:
         except BlockingIOError:
             return False
         except OSError:
-            self._rest = b""  # the service is gone, and everything with it
+            self._is_broken = True  # if the service comes back, it is told by the next lifeline
+            return False
         finally:
             self._sending.release()
         return True
@@ -151,7 +165,7 @@ class Lifeline:
             self._flushing = False
 
     def _left(self) -> bool:
-        return bool(self._released or self._abandoned or self._rest)
+        return not self._is_broken and bool(self._released or self._abandoned or self._rest)
 
     def _send_first(self, unsent: deque[int], kind: type[wire.Release | wire.Abandon]) -> bool:
         try:

@@ -339,7 +339,8 @@ def begin_again(service: ControlService, in_use: set[int], first_lease: int) -> 
     service.next_lease = max(service.next_lease, first_lease)
     begun = [request for work in service.work for request in work.requests]
     for request in [*service.unanswered.values(), *begun]:
-        request.channel = 0
+        # None that there is. Each has one of its own, because by it is noted what a request was given.
+        request.channel = -request.number
 
 
 def resume(
@@ -349,9 +350,11 @@ def resume(
     abandoned: Iterable[int],
     in_use: Mapping[int, Place],
 ) -> None:
-    """A client of before is there again, holds these leases on these places, and has abandoned these
-    requests."""
+    """A client of before is there again, holds these leases on these places and no others, and has abandoned
+    these requests."""
     held = service.clients[client]
+    for lease in held.leases.keys() - leases.keys():
+        service.release(client, lease)  # it could not say so
     for lease, numbers in leases.items():
         if lease in held.leases:
             continue  # only the connection was lost

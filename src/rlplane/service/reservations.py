@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlplane.control.line import WaitingLine
-from rlplane.errors import CapacityError
+from rlplane.errors import CapacityError, InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.admission import WaitingReservation, is_for_live_samples, may_use
 from rlplane.service.clients import Client, PendingRequest
@@ -38,6 +38,8 @@ class Reservations:
     def ask(self, request: PendingRequest, held: Client, body: wire.Reserve) -> wire.Answer | None:
         """A client wants room: it gets it now, or waits for it."""
         limit = self._service.storage.limit
+        if body.nbytes < 1:
+            raise InvalidRequestError(f"a reservation is of at least one byte, and not of {body.nbytes}")
         if limit is not None and body.nbytes > limit:
             raise CapacityError(
                 f"a put of {body.nbytes:,} bytes can never fit into global_segment_size {limit:,}"
@@ -89,7 +91,7 @@ class Reservations:
     def spare_for(self, request: PendingRequest) -> Place | None:
         """Room for the client's next put, sent along so that it need not ask; only if there is plenty."""
         held = self._service.clients.get(request.client)
-        if held is None or not request.want:
+        if held is None or request.want < 1:
             return None
         if held.spare is not None:
             if held.spare.size >= request.want or not self._service.storage.revoke_spare(request.client):

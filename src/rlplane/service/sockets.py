@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 
 from rlplane.errors import PlaneConnectionError
 
@@ -39,6 +40,7 @@ def connect(address: str) -> socket.socket:
     """A blocking socket that is connected to a service. Raises ``OSError``."""
     kind, target = _parsed(address)
     connected = socket.socket(kind, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    _connected.add(connected)
     connected.settimeout(_CONNECT_TIMEOUT_S)
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     try:
@@ -92,3 +94,16 @@ def _parsed(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
         )
     host = host.strip("[]")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+
+
+_connected: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for connected in list(_connected):
+        connected.close()
+
+
+# All are the parent's, those too that a thread of it is about to introduce: if the child held one open, the
+# service would not notice the death of the parent.
+os.register_at_fork(after_in_child=_close_all)

@@ -69,6 +69,14 @@ def test_a_put_larger_than_the_arena_is_refused_at_once(desk: Desk) -> None:
     assert answer.message == "a put of 69,632 bytes can never fit into global_segment_size 65,536"
 
 
+@pytest.mark.parametrize("nbytes", [0, -1, -(2**63)])
+def test_a_reservation_of_no_bytes_is_refused_and_changes_nothing(desk: Desk, nbytes: int) -> None:
+    answer = desk.ask(0, wire.Reserve(nbytes, 1.0))
+    assert answer.kind == "InvalidRequestError" and "at least one byte" in answer.message
+    desk.put(0, ["a"], 1, want=nbytes)
+    assert desk.used == PAGE and desk.service.clients[0].spare is None
+
+
 def test_a_reservation_that_runs_out_of_time_is_told_how_full_it_is(desk: Desk) -> None:
     desk.put(0, ["a"], 16)
     waiting = desk.reserve(1, 2, timeout_s=5.0)

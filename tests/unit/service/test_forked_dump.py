@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
@@ -18,7 +20,7 @@ from rlplane.control.dump import StateDump
 from rlplane.service import checkpoints
 from rlplane.service import protocol as wire
 from rlplane.service.connection import SocketConnection
-from rlplane.service.journal import Joined, Journal, read_records
+from rlplane.service.journal import Joined, Journal, read_records, write_dump
 
 IDS = [f"s{number}" for number in range(20)]
 
@@ -159,3 +161,64 @@ def test_a_journal_that_cannot_be_made_shorter_is_still_whole(
     state, records, newest = read_records(tmp_path)
     assert state is None and newest == 1
     assert [record.client for record in records if isinstance(record, Joined)] == [1, 2]
+
+
+def test_a_dump_that_outlives_its_service_does_not_spoil_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child goes on writing when the service is killed, while the next service dumps what it knows."""
+    dump = pickle.dump
+
+    def dump_slowly(state: Any, file: Any, **more: Any) -> None:
+        file.write(b"half of ")
+        file.flush()
+        monkeypatch.setattr(pickle, "dump", dump)
+        Journal(tmp_path, 2).close()
+        write_dump(tmp_path, 2, {"of": "the next"})
+        dump(state, file, **more)
+
+    monkeypatch.setattr(pickle, "dump", dump_slowly)
+    Journal(tmp_path, 1).close()
+    with contextlib.suppress(FileNotFoundError):
+        write_dump(tmp_path, 1, {"of": "the one before"})
+    state, _, newest = read_records(tmp_path)
+    assert (state, newest) == ({"of": "the next"}, 2)
+
+
+def test_what_killed_children_leave_of_their_dumps_is_removed(tmp_path: Path) -> None:
+    class Deadly:
+        def __reduce__(self) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    journal = Journal(tmp_path)
+    for state in (Deadly(), {"a": 1}):
+        journal.compact(state)
+        child = journal._child
+        assert child is not None
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        journal.tidy()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.2", "state.2"]
+    journal.close()
+
+
+def test_a_fresh_journal_that_cannot_be_opened_leaves_the_one_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.add(Joined(1, "secret", True))
+    really_open = os.open
+
+    def full(path: Any, *args: Any, **more: Any) -> int:
+        if str(path).endswith("journal.1"):
+            raise OSError(28, "No space left on device")
+        return really_open(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        journal.compact({"not": "dumped"})
+    journal.add(Joined(2, "another", False))
+    journal.flush()
+    state, records, newest = read_records(tmp_path)
+    assert state is None and newest == 0
+    assert [record.client for record in records if isinstance(record, Joined)] == [1, 2]
+    journal.close()

@@ -434,6 +434,23 @@ def test_a_request_that_was_abandoned_unheard_is_undone_when_its_client_resumes(
     assert recovered.service.state.partition("p").task("t").count == 0
 
 
+def test_each_of_several_claims_that_waited_is_undone_when_it_is_abandoned(tmp_path: Path) -> None:
+    """All were answered before their client was back, and so over no channel."""
+    desk = JournaledDesk(tmp_path)
+    desk.ask(0, wire.Register(PartitionSpec.checked("p", ["x"], 9, ["t"], None, None)))
+    for _ in range(2):
+        desk.ask(2, wire.ClaimRequest("p", "t", [], 1, True, FOREVER))
+    numbers = [number for _, number, _, _ in desk.asked[-2:]]
+    desk.journal.flush()
+    recovered = recover(tmp_path, CAPACITY, 16 * PAGE)
+    service = recovered.service
+    commit = wire.Commit("p", 1, ["a", "b"], [], [], None, 0, 1.0)
+    service.handle(PendingRequest(1, 99, 7), wire.Envelope(commit))
+    assert service.state.partition("p").task("t").count == 2
+    resume(service, 2, {}, numbers, recovered.places)
+    assert service.state.partition("p").task("t").count == 0
+
+
 def test_a_waiting_claim_is_the_same_claim_after_a_dump() -> None:
     claim = Claim(
         "p", "t", ["x"], 8, {"n": {"in": [1, 2]}},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import socket
 import threading
 import time
@@ -568,6 +570,77 @@ def test_leases_that_did_not_go_out_are_sent_along_with_the_next_request_or_the_
     assert plane.status()["leases"] == 1
     second.close()
     wait_until(lambda: plane.status()["leases"] == 0)
+
+
+@pytest.mark.parametrize("moment", ["before it says what it holds", "after it has said what it holds"])
+def test_a_lease_that_is_dropped_while_its_client_reconnects_comes_back(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    plane = RunningServer("tcp://127.0.0.1:0", token="secret", reconnect_timeout_s=600)
+    try:
+        reader, other = plane.client(reconnect_timeout_s=600), plane.client()
+        other.exchange(wire.Register(SPEC))
+        put(other, "a")
+        located = reader.exchange(wire.Locate("p", ["a"], ["x"]))
+        assert isinstance(located, wire.Located)
+        has_said = threading.Event()
+        read_one = connection_module._read_one
+
+        def read(connected: socket.socket) -> wire.Answer:
+            has_said.set()
+            return read_one(connected)
+
+        monkeypatch.setattr(connection_module, "_read_one", read)
+        with plane.stopped():
+            with reader._reconnecting:
+                reader._lifeline._socket.shutdown(socket.SHUT_RDWR)
+                if moment.startswith("before"):
+                    reader.release(located.lease)
+            assert has_said.wait(20)
+            if moment.startswith("after"):
+                reader.release(located.lease)
+        wait_until(lambda: reader.life == 1 and reader._lifeline.is_alive())
+        wait_until(lambda: plane.status()["leases"] == 0)
+        assert plane.status()["clients"] == 2
+    finally:
+        plane.close()
+
+
+def test_a_child_that_was_forked_while_its_parent_reconnected_does_not_keep_it_alive(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = RunningServer(address, journal=Journal(tmp_path), reconnect_timeout_s=600)
+    child = None
+    try:
+        other = plane.client()
+        has_said, has_forked = threading.Event(), threading.Event()
+        read_one = connection_module._read_one
+
+        def read(connected: socket.socket) -> wire.Answer:
+            has_said.set()
+            assert has_forked.wait(20)
+            return read_one(connected)
+
+        monkeypatch.setattr(connection_module, "_read_one", read)
+        connecting = threading.Thread(target=plane.client)
+        connecting.start()
+        assert has_said.wait(20)
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        has_forked.set()
+        connecting.join(20)
+        assert plane.status()["clients"] == 2
+        dying = plane._connections.pop()
+        assert dying is not other
+        os.close(dying._lifeline._socket.detach())  # as the kernel does it
+        wait_until(lambda: plane.status()["clients"] == 1)
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        plane.close()
 
 
 def test_answers_are_not_remembered_for_as_long_as_another_call_waits(address: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -52,7 +53,7 @@ class Supervisor:
         self._closing = False
         # Held to start a service and to decide that none is started any more; by a signal handler too.
         self._starting = threading.RLock()
-        self._supervised: int | None = None
+        self._supervised: io.FileIO | None = None
         self._process, self.address = self._start()
         self._path = Path(self.address.removeprefix("shm://"))
         if self._cfg["journal"] is not False and self._cfg["reconnect_timeout_s"] != 0:
@@ -119,7 +120,7 @@ class Supervisor:
     def _stop_supervising(self) -> None:
         supervised, self._supervised = self._supervised, None
         if supervised is not None:
-            os.close(supervised)
+            supervised.close()
 
     def _start(self, take_over: Path | None = None) -> tuple[subprocess.Popen[bytes], str]:
         read_fd, write_fd = os.pipe()
@@ -134,8 +135,10 @@ class Supervisor:
             )
         finally:
             os.close(write_fd)
-        with os.fdopen(read_fd, "rb") as ready:
-            address = ready.read().decode()
+        try:
+            address = _first_words(process.pid, read_fd)
+        finally:
+            os.close(read_fd)
         if not address:
             code = process.wait(_START_TIMEOUT_S)
             with contextlib.suppress(OSError):
@@ -144,6 +147,25 @@ class Supervisor:
                 f"the control service ended with code {code} before it was ready; see its log"
             )
         return process, address
+
+
+def _first_words(pid: int, read_fd: int) -> str:
+    """What a child writes into a pipe, in one piece; nothing if it ends without. That the pipe has not ended
+    does not matter: a process that another thread has forked meanwhile may hold it too."""
+    os.set_blocking(read_fd, False)
+    with contextlib.suppress(ProcessLookupError):
+        child = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(child, select.POLLIN)
+            poll.register(read_fd, select.POLLIN)
+            poll.poll()
+        finally:
+            os.close(child)
+    try:
+        return os.read(read_fd, select.PIPE_BUF).decode()
+    except BlockingIOError:
+        return ""
 
 
 def _has_ended(pid: int, timeout_s: float) -> bool:

@@ -9,6 +9,7 @@ gone, and whoever notices may remove it. A second lock is the service's alone: t
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
+import weakref
 from pathlib import Path
 
 from rlplane.errors import PlaneConnectionError
@@ -108,10 +110,11 @@ class PlaneDirectory:
         """The files of all segments that there are."""
         return {int(path.name.removeprefix("segment-")): path for path in self.path.glob("segment-*")}
 
-    def supervise(self) -> int:
-        """Say that this process starts the service again if it dies, until the descriptor returned is
-        closed."""
-        return _locked(self.path / "lock", fcntl.LOCK_SH)
+    def supervise(self) -> io.FileIO:
+        """Say that this process starts the service again if it dies, until the file returned is closed."""
+        lock = io.FileIO(_locked(self.path / "lock", fcntl.LOCK_SH))
+        _supervised.add(lock)
+        return lock
 
     @property
     def is_dead(self) -> bool:
@@ -169,6 +172,18 @@ def _is_dead(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+_supervised: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def _supervise_no_more() -> None:
+    for lock in list(_supervised):
+        lock.close()
+
+
+# A forked child starts no service, and must not keep what a dead plane has left.
+os.register_at_fork(after_in_child=_supervise_no_more)
 
 
 def _locked(path: Path, kind: int) -> int:
