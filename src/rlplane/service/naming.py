@@ -27,8 +27,11 @@ def names_of(held: Client, body: wire.Reserve) -> list[str]:
 
 
 def take_names(held: Client, body: wire.Commit | wire.Clear) -> None:
-    """Let a request have the samples that were named before it. Without them it is of none."""
+    """Let a request have the samples that were named before it. A commit without them is of none, which is
+    refused where its place is given back."""
     assert body.named is not None
+    if isinstance(body, wire.Clear) and body.named not in held.named:
+        raise InvalidRequestError("the names of the samples that are to be cleared have not come")
     body.ids, tags = held.named.pop(body.named, ([], None))
     if isinstance(body, wire.Commit):
         body.tags = tags

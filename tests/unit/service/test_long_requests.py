@@ -538,7 +538,17 @@ def test_names_that_come_twice_count_once_and_those_that_do_not_fit_are_refused(
     assert isinstance(desk.ask(1, wire.Naming(3, 5, IDS[5:6])), wire.Failure)
     assert isinstance(desk.ask(1, wire.Naming(3, 4, IDS[5:6], [{}])), wire.Failure)
     assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(4)
-    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(0)  # they are gone with the first
+    assert desk.ask(1, wire.Clear("p", [], 3)).kind == "InvalidRequestError"  # they are gone with the first
+
+
+def test_a_clear_whose_names_never_came_is_refused_and_clears_nothing(desk: Desk) -> None:
+    desk.ask(1, wire.Naming(3, 0, IDS[:2]))
+    refused = desk.ask(1, wire.Clear("p", [], 4))
+    assert refused.kind == "InvalidRequestError" and "have not come" in refused.message
+    assert desk.ask(2, wire.Clear("p", [], 3)).kind == "InvalidRequestError"  # another client's names
+    assert live(desk) == IDS
+    desk.ask(1, wire.Naming(5, 0, []))
+    assert desk.ask(1, wire.Clear("p", [], 5)) == wire.Done(0)  # none is as good a number as any
 
 
 def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: Desk) -> None:
