@@ -148,6 +148,8 @@ class Partition:
             put.sizes = put.staged.sizes
             if put.must_exist and put.staged.new:
                 raise self._missing(put, put.staged.new_ids())
+            if put.appends:
+                self._check_unfinished(put)
             return put.staged.new
         put.known, put.groups, put.sizes = self.table.rows.find(put.ids), (), {}
         new = put.known.count(None)
@@ -175,13 +177,14 @@ class Partition:
         )
 
     def _check_unfinished(self, put: Put) -> None:
-        rows = np.array([row for row in put.known if row is not None], np.int64)
+        rows = _known_rows(put)
         for name in put.blocks:
             column = self.columns.get(name)
-            whole = [] if column is None else self.ids[rows[column.block[rows] >= 0]].tolist()
-            if whole:
+            whole = NO_ROWS if column is None else rows[column.block[rows] >= 0]
+            if len(whole):
                 raise InvalidRequestError(
-                    f"field {name!r} of partition {self.spec.partition_id!r} is finished for {some(whole)} "
+                    f"field {name!r} of partition {self.spec.partition_id!r} is finished for "
+                    f"{some(self.ids[whole[:4]].tolist())} "
                     f"({len(whole)} of {len(put.ids)} samples of an append), so nothing can be appended; "
                     "nothing was written"
                 )
@@ -226,10 +229,10 @@ class Partition:
                 column = self.columns[name] = FieldIndex(self.table.size, False)
             column.stamped = True
             if not put.finishes:
-                column.add_turn(rows, block)
+                column.turns.add(rows, block, positions)
                 continue
             if column.turns and not put.appends:
-                replaced.append(column.forget_turns(rows))
+                replaced.append(column.turns.forget(rows))
             old = column.write(rows, block, positions, stamps, all_new=all_new)
             if old is not None:
                 replaced.append(old)

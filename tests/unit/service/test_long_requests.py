@@ -24,7 +24,7 @@ from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import JournaledHost, recover
 from rlplane.storage.keyed import KeyedHost
-from rlplane.storage.places import Loss
+from rlplane.storage.places import Layout, Loss
 from rlplane.storage.shm.arena import PAGE
 
 AT_ONCE = 4
@@ -481,6 +481,57 @@ def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
     assert isinstance(plane.answers[0, 3], wire.Done)
     assert sorted(plane.service.state.partition("p").rows) == sorted(MANY)
     assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY
+
+
+def begin_append(desk: Desk, ids: list[str], *, width: int = 1, finishes: bool = False) -> PendingRequest:
+    """Begin to append a turn of ``width`` bytes to the field x."""
+    place = desk.answers[desk.reserve(1, 1)].place
+    layout = Layout("dense", "torch.uint8", (2, width), len(ids), 2 * width * len(ids))
+    version = desk.service.state.partition("p").version
+    body = wire.Commit("p", version, ids, ["x"], [layout], place.number, layout.nbytes, FOREVER)
+    body.appends, body.finishes = True, finishes
+    return desk.post(1, body)
+
+
+def turns_of(desk: Desk, ids: list[str]) -> list[int]:
+    pieces = desk.service.state.locate("p", ids, ["x"])["x"]
+    return [1] * len(ids) if pieces.per_row is None else pieces.per_row.tolist()
+
+
+def test_a_long_append_is_there_at_once_and_every_turn_in_its_order(empty_desk: Desk) -> None:
+    desk = empty_desk
+    for turns in range(1, 4):
+        request = begin_append(desk, MANY, finishes=turns == 3)
+        while desk.service.has_work:
+            if turns > 1:
+                assert turns_of(desk, MANY) == [turns - 1] * len(MANY)
+            desk.service.go_on()
+        assert isinstance(desk.answers[request], wire.Done)
+        assert turns_of(desk, MANY) == [turns] * len(MANY)
+    assert desk.claimed(2, 20) == MANY
+    desk.post(1, wire.Clear("p", MANY))
+    work_off(desk)
+    assert desk.used == 0 and not desk.service.table.blocks
+
+
+@pytest.mark.parametrize("slices", range(4))
+@pytest.mark.parametrize("what", ["another kind", "finished"])
+def test_a_long_append_is_refused_whole_if_one_sample_cannot_take_it(
+    empty_desk: Desk, slices: int, what: str
+) -> None:
+    desk = empty_desk
+    request = begin_append(desk, MANY)
+    for _ in range(slices):
+        desk.service.go_on()
+    # Somebody else comes first, while it is made ready.
+    short = begin_append(
+        desk, MANY[-1:], width=2 if what == "another kind" else 1, finishes=what == "finished"
+    )
+    assert isinstance(desk.answers[short], wire.Done)
+    work_off(desk)
+    assert desk.answers[request].kind == "InvalidRequestError"
+    assert ("grows by tokens" if what == "another kind" else "is finished") in desk.answers[request].message
+    assert live(desk) == MANY[-1:] and turns_of(desk, MANY[-1:]) == [1] and desk.used == PAGE
 
 
 def test_what_a_very_long_put_was_made_of_is_freed_in_slices_after_it_is_answered(
