@@ -13,6 +13,7 @@ partition.py   one partition: registering, writing, removing, and the parts that
   looking.py        questions that change nothing
 staging.py     a put of many samples, made ready a slice at a time
 clearing.py    a clear of many samples, a slice at a time
+marking.py     many samples that are marked as claimed by hand, found a slice at a time
 unclaiming.py  the end of a claim of many samples, a slice at a time
 snapshots.py   ids and tags of many samples at one moment, read a slice at a time
 losing.py      samples that have lost bytes, given up some rows at a time

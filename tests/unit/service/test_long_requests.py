@@ -9,7 +9,7 @@ import pytest
 from tests.unit.control.whole_state import dump_state
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
-from rlplane.control import clearing, loading, staging, unclaiming
+from rlplane.control import clearing, loading, marking, staging, unclaiming
 from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
 from rlplane.control.requests import Put
@@ -35,6 +35,7 @@ IDS = [f"s{number}" for number in range(10 * AT_ONCE)]
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearing, "_SAMPLES_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(unclaiming, "_SAMPLES_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(marking, "_SAMPLES_AT_ONCE", AT_ONCE)
 
 
 @pytest.fixture
@@ -617,3 +618,62 @@ def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: De
     desk.service.clients[1].abandoned.append(request.number + 1)
     assert isinstance(desk.ask(1, body), wire.Failure)
     assert desk.used == used and not desk.service.clients[1].named
+
+
+def mark(desk: Desk, ids: list[str]) -> PendingRequest:
+    """Mark samples as claimed by hand, which others have named before."""
+    for at in range(0, len(ids), AT_ONCE):
+        desk.ask(1, wire.Naming(7, at, ids[at : at + AT_ONCE]))
+    return desk.post(1, wire.MarkClaimed("p", "t", [], True, 7))
+
+
+def test_very_many_samples_are_marked_as_claimed_at_one_moment(desk: Desk) -> None:
+    request = mark(desk, IDS[2:])
+    for _ in range(8):
+        assert request not in desk.answers and desk.service.state.partition("p").task("t").count == 0
+        desk.service.go_on()
+    work_off(desk)
+    assert desk.answers[request] == wire.Done(True)
+    assert desk.claimed(2, len(IDS)) == IDS[:2]
+
+
+@pytest.mark.parametrize("slices", range(9))
+@pytest.mark.parametrize("what", ["claimed", "cleared", "written anew", "named twice", "dropped", "dies"])
+def test_none_is_marked_if_one_cannot_be(desk: Desk, slices: int, what: str) -> None:
+    request = mark(desk, [*IDS, IDS[0]] if what == "named twice" else IDS)
+    for _ in range(slices):
+        desk.service.go_on()
+    if what == "claimed":
+        assert desk.claimed(2, 1) == IDS[:1]
+    elif what == "dropped":
+        desk.post(0, wire.DropPartition("p"))
+    elif what == "dies":
+        desk.service.disconnect(1, died=True)
+    elif what != "named twice":
+        desk.ask(0, wire.Clear("p", [IDS[-1]]))
+        if what == "written anew":
+            desk.put(0, [IDS[-1]])
+    work_off(desk)
+    if what == "dies":
+        assert request not in desk.answers
+    else:
+        assert desk.answers[request] == wire.Done(False)
+    if what != "dropped":
+        left = [i for i in IDS if what == "named twice" or what == "dies" or i in live(desk)]
+        claimed = desk.claimed(2, len(IDS))
+        assert sorted(claimed) == sorted(left[1:] if what == "claimed" else left)
+
+
+def test_a_mark_whose_names_never_came_is_refused(desk: Desk) -> None:
+    assert desk.ask(1, wire.MarkClaimed("p", "t", [], True, 7)).kind == "InvalidRequestError"
+
+
+def test_a_cursor_is_moved_back_in_slices_and_the_order_is_that_of_the_claims(desk: Desk) -> None:
+    claimed = desk.claimed(2, 9) + desk.claimed(0, len(IDS))
+    request = desk.post(1, wire.MarkClaimed("p", "t", None, False))
+    desk.ask(0, wire.Clear("p", IDS[:1]))
+    again = desk.claimed(0, 2)  # while it goes on; they stay claimed
+    assert request not in desk.answers and again == claimed[-AT_ONCE:][:2]
+    work_off(desk)
+    assert desk.answers[request] == wire.Done(True)
+    assert desk.claimed(0, len(IDS)) == [i for i in claimed[1:] if i not in again]
