@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import in_pieces
 from rlplane.control.claims import Claims
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import BlockRows, FieldIndex, Rows
@@ -24,7 +25,7 @@ from rlplane.control.names import Names
 from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
-from rlplane.control.snapshots import ids_of
+from rlplane.control.snapshots import identity_of, ids_of
 from rlplane.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -401,12 +402,14 @@ class Partition:
     def inspect(self, rows: Rows) -> dict[str, Any]:
         """What is known of samples: a byte per sample says whether it has a field, and whether a task has
         claimed it."""
+        columns = {name: column.block for name, column in self.columns.items()}
+        pieces = list(in_pieces(rows))
+        fields = {name: [(block[at] >= 0).tobytes() for _, at in pieces] for name, block in columns.items()}
+        tasks = {name: [task.claimed[at].tobytes() for _, at in pieces] for name, task in self.tasks.items()}
         return {
-            "ids": self.ids[rows].tolist(),
-            "numbers": self.table.serial[rows].tolist(),
-            "tags": self.tags[rows].tolist(),
-            "fields": {name: (column.block[rows] >= 0).tobytes() for name, column in self.columns.items()},
-            "tasks": {name: task.claimed[rows].tobytes() for name, task in self.tasks.items()},
+            **identity_of(self.table, rows),
+            "fields": {name: b"".join(parts) for name, parts in fields.items()},
+            "tasks": {name: b"".join(parts) for name, parts in tasks.items()},
         }
 
     def consumed(self, tasks: Sequence[str]) -> bool:

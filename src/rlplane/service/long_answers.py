@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,7 +20,11 @@ def is_long_answer(answer: wire.Answer) -> bool:
     """Whether to encode an answer at once would take so long that others notice."""
     if type(answer) is wire.Claimed:
         return len(answer.ids) > _MANY
-    return type(answer) is wire.Done and type(answer.value) in _COLUMNS and len(answer.value) > _MANY
+    if type(answer) is not wire.Done:
+        return False
+    if type(answer.value) is dict:  # what is known of samples
+        return type(answer.value.get("ids")) is SampleColumn
+    return type(answer.value) in _COLUMNS and len(answer.value) > _MANY
 
 
 class LongAnswer:
@@ -28,10 +33,11 @@ class LongAnswer:
     def __init__(self, number: int, answer: wire.Answer) -> None:
         self._number = number
         # On the wire, an answer is a list of its kind and its fields.
-        self._fields: list[Any] = [type(answer).__name__, *msgspec.structs.astuple(answer)]
+        fields: list[Any] = [type(answer).__name__, *msgspec.structs.astuple(answer)]
+        self._fields = [part for field in fields for part in _parts(field)]
         self._at = 0  # in the first of the fields, if that is a list
         self._message = begun_message()
-        self._message.append(0x90 + len(self._fields))
+        self._message.append(0x90 + len(fields))
 
     def encode_some(self) -> bool:
         """Go on; True when nothing is left to do but :meth:`message`."""
@@ -63,3 +69,14 @@ class LongAnswer:
     def body(self) -> memoryview:
         """The same without what a socket needs."""
         return memoryview(self.message())[len(begun_message()) :]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What is encoded one after the other: of a dictionary what it holds, because that may be long."""
+    if type(value) is not dict or len(value) > 15:
+        yield value
+        return
+    yield msgspec.Raw(bytes([0x80 + len(value)]))
+    for name, field in value.items():
+        yield name
+        yield from _parts(field)
