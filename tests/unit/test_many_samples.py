@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
+from rlplane.adapters import many
+from rlplane.compat.transfer_queue import calls
 from rlplane.config import load_config
 from rlplane.errors import MissingDataError
 from rlplane.factory import build_data_plane_client
@@ -234,3 +236,54 @@ def test_a_clear_of_many_names_them_before_and_is_done_to_its_end(plane: Any, re
     plane.clear_samples([*IDS[:-1], "nobody"], "p")
     assert counts == [SAMPLES] * 7 and plane.list_sample_ids("p") == IDS[-1:]
     assert not named(plane)
+
+
+@pytest.mark.parametrize("how", ["all", "ids", "numbers"])
+def test_what_is_known_of_many_samples_is_asked_for_in_parts_and_told_as_one(
+    plane: Any, requests: Requests, how: str
+) -> None:
+    put(plane, IDS)
+    plane.put_samples(IDS[:3], "p", None, tags=[{"n": number} for number in range(3)])
+    plane.claim_meta("p", "t", ["x"], 2)
+    named = {"ids": [*IDS, "nobody", IDS[0]], "numbers": [*range(SAMPLES), 1000]}
+    asked: dict[str, Any] = {"ids": None} | ({} if how == "all" else {how: named[how]})
+    seen = plane._call(calls.inspect, "p", **asked, with_kinds=True)
+    assert (seen.ids, seen.numbers) == (IDS, list(range(SAMPLES)))
+    assert seen.tags == [{"n": number} for number in range(3)] + [{}] * (SAMPLES - 3)
+    assert seen.common_fields == ["x", "y"] and seen.tasks["t"].tolist() == [True] * 2 + [False] * (
+        SAMPLES - 2
+    )
+    assert [len(kinds) for kinds in seen.kinds.values()] == [1, 1]
+    assert len(requests.of(wire.Inspect)) == (1 if how == "all" else 6)
+
+
+def test_a_field_that_comes_between_two_parts_is_not_one_that_all_have(
+    plane: Any, requests: Requests
+) -> None:
+    put(plane, IDS)
+
+    def write(number: int) -> None:
+        if number == 3:
+            plane.register_partition("p", ["x", "y", "z"], 0, ["t", "u"])
+            plane.put_samples(IDS, "p", TensorDict({"z": torch.zeros(SAMPLES)}, batch_size=[SAMPLES]))
+
+    requests.before[wire.Inspect] = write
+    seen = plane._call(calls.inspect, "p", IDS)
+    assert seen.common_fields == ["x", "y"] and seen.fields["z"].tolist() == [False] * 8 + [True] * (
+        SAMPLES - 8
+    )
+    assert seen.tasks["u"].tolist() == [False] * SAMPLES
+    requests.before[wire.Inspect] = lambda number: plane.drop_partition("p") if number == 9 else None
+    assert plane._call(calls.inspect, "p", IDS).ids == []
+
+
+def test_many_samples_are_marked_as_claimed_by_one_request(plane: Any, requests: Requests) -> None:
+    put(plane, IDS)
+
+    def mark(_: Any, link: Any, ids: list[str]) -> Any:
+        return many.mark_claimed("p", "t", ids)
+
+    assert plane._call(mark, IDS[1:]) is True and plane._call(mark, IDS) is False
+    assert plane.claim_meta("p", "t", ["x"], SAMPLES, blocking=False).sample_ids == IDS[:1]
+    assert len(requests.of(wire.MarkClaimed)) == 2 and len(requests.of(wire.Naming)) == 17
+    assert max(len(request.ids) for request in requests.made if hasattr(request, "ids")) == AT_ONCE

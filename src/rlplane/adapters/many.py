@@ -49,6 +49,15 @@ def clear(partition_id: str, ids: list[str]) -> Call[int]:
     return cleared
 
 
+def mark_claimed(partition_id: str, task: str, ids: list[str]) -> Call[bool]:
+    """Mark samples as claimed by a task; return whether that could be done, of all of them or of none."""
+    request = wire.MarkClaimed(partition_id, task, ids, True)
+    if are_many(ids):
+        request = wire.MarkClaimed(partition_id, task, [], True, (yield from name(ids)))
+    marked: bool = (yield from ask(request, wire.Done)).value
+    return marked
+
+
 def unclaim(partition_id: str, task: str, ids: list[str], is_finished: bool = False) -> Call[None]:
     """End a claim. The last samples are given back first: each part goes to the front of the queue."""
     for part in reversed(in_parts(ids)):

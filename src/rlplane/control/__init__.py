@@ -5,6 +5,7 @@ partition.py   one partition: registering, writing, removing, and the parts that
   samples.py        its samples by row, with their tags and fields
   names.py          the row of each sample by its id
   fields.py         where the values of one field are
+  turns.py          the earlier pieces of those that grow turn by turn
   group_members.py  which rows are a group, how large it is to become, how long it has waited
   cursors.py        its tasks: what each has claimed, and the queues of what is ready
   claims.py         how claims are answered, those that wait among them
@@ -12,6 +13,7 @@ partition.py   one partition: registering, writing, removing, and the parts that
   looking.py        questions that change nothing
 staging.py     a put of many samples, made ready a slice at a time
 clearing.py    a clear of many samples, a slice at a time
+marking.py     many samples that are marked as claimed by hand, found a slice at a time
 unclaiming.py  the end of a claim of many samples, a slice at a time
 snapshots.py   ids and tags of many samples at one moment, read a slice at a time
 losing.py      samples that have lost bytes, given up some rows at a time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 # Address space that a column of many rows is given at once; memory comes with what is written to it.
 _RESERVED_BYTES = 2**27
 _FEW_ROWS = 2**14
+_IN_CACHE = 2**16  # rows whose part of a column fits into the caches
 
 
 def filled(size: int, dtype: DTypeLike, fill: Any) -> NDArray[Any]:
@@ -86,3 +88,13 @@ def _resized(array: NDArray[Any], size: int, fill: Any) -> NDArray[Any]:
     array.resize(size, refcheck=False)
     array[before:] = fill
     return array
+
+
+def in_pieces(
+    rows: NDArray[np.int64], at_once: int = _IN_CACHE
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64] | slice]]:
+    """Rows in pieces that fit into the caches, and what to read their part of a column with: rows that were
+    never used again follow one another, and such a part need not be gathered."""
+    for some in np.split(rows, range(at_once, len(rows), at_once)):
+        follow = len(some) > 0 and bool((some[1:] - some[:-1] == 1).all())
+        yield some, slice(int(some[0]), int(some[-1]) + 1) if follow else some

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.arrays import filled, grown, starts_of_runs
+from rlplane.control.arrays import filled, grown, in_pieces, starts_of_runs
 from rlplane.control.conditions import Look
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
@@ -244,7 +244,7 @@ class Cursors:
             ready: Rows = rows[~task.claimed[rows] & self.table.have(rows, required)]
             return ready
         found = []
-        for some, at in _in_pieces(rows):
+        for some, at in in_pieces(rows, _SORTED_AT_ONCE):
             has = ~task.claimed[at]
             for name in required:
                 has &= self.table.columns[name].block[at] >= 0
@@ -259,7 +259,10 @@ class Cursors:
             stamps = reduce(np.maximum, [column[rows] for column in columns])
         else:
             stamps = np.concatenate(
-                [reduce(np.maximum, [column[at] for column in columns]) for _, at in _in_pieces(rows)]
+                [
+                    reduce(np.maximum, [column[at] for column in columns])
+                    for _, at in in_pieces(rows, _SORTED_AT_ONCE)
+                ]
             )
         if task.places is None:
             return stamps, np.zeros(len(rows), bool)
@@ -280,7 +283,7 @@ class Cursors:
             if is_return:
                 queue.restore(piece)
                 continue
-            for some, _ in _in_pieces(piece):
+            for some, _ in in_pieces(piece, _SORTED_AT_ONCE):
                 queue.offer(some)
 
     def in_line(self, task: TaskCursor, required: Sequence[str], rows: Rows) -> list[tuple[Rows, bool]]:
@@ -458,14 +461,6 @@ class Cursors:
         if kept:
             task.kept[name] = kept
         return kept != before
-
-
-def _in_pieces(rows: Rows) -> Iterator[tuple[Rows, Rows | slice]]:
-    """Rows in pieces that fit into the caches, and what to read their part of a column with: rows that were
-    never used again follow one another, and such a part need not be gathered."""
-    for some in np.split(rows, range(_SORTED_AT_ONCE, len(rows), _SORTED_AT_ONCE)):
-        follow = len(some) > 0 and bool((some[1:] - some[:-1] == 1).all())
-        yield some, slice(int(some[0]), int(some[-1]) + 1) if follow else some
 
 
 def _in_line(stamps: Rows, returned: NDArray[np.bool_]) -> Rows:

@@ -164,7 +164,7 @@ class _FieldDump:
         self._saved = SavedField(name, column.declared, b"", b"", b"", column.stamped)
         self._block, self._position = column.block.copy(), column.position.copy()
         self._stamp = column.stamp.copy()
-        self._turns = {row: list(pieces) for row, pieces in column.turns.items()}
+        self._turns = column.turns.of(np.arange(len(self._block)))
 
     def pieces(self, rows: Rows) -> Iterator[bytes]:
         large = {
@@ -176,12 +176,11 @@ class _FieldDump:
         return _pieces_of_struct(self._saved, large)
 
     def _saved_turns(self, rows: Rows) -> bytes:
-        turns = [
-            (place, block, position)
-            for place, row in enumerate(rows.tolist() if self._turns else ())
-            for block, position in self._turns.get(row, ())
-        ]
-        return np.array(turns, np.int64).tobytes()
+        of_rows, (blocks, positions) = self._turns
+        place_of = np.zeros(len(self._block), np.int64)
+        place_of[rows] = np.arange(len(rows))
+        turns = np.column_stack((place_of[of_rows], blocks, positions.astype(np.int64)))
+        return turns[np.argsort(turns[:, 0], kind="stable")].tobytes()
 
 
 class _TaskDump:

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
 from rlplane.control.requests import LostRows
+from rlplane.control.turns import BlockRows, Rows, Turns
 
-Rows = NDArray[np.int64]
-BlockRows = tuple[NDArray[np.int64], NDArray[np.int32]]
-"""Rows of blocks: the block of each, and its position there."""
+__all__ = ["BlockRows", "FieldIndex", "Pieces", "Rows", "pieces_of"]
 
 
 class FieldIndex:
@@ -31,7 +30,7 @@ class FieldIndex:
         self.block = filled(size, np.int64, -1)
         self.position = filled(size, np.int32, 0)
         self.stamp = filled(size, np.int64, 0)
-        self.turns: dict[int, list[tuple[int, int]]] = {}
+        self.turns = Turns(size)
         self.lost: set[int] = set()  # rows whose value died with the storage that had it
 
     def grow(self, size: int) -> None:
@@ -39,6 +38,7 @@ class FieldIndex:
         self.block = grown(self.block, size, -1)
         self.position = grown(self.position, size, 0)
         self.stamp = grown(self.stamp, size, 0)
+        self.turns.grow(size)
 
     def write(
         self, rows: Rows, block: int, positions: NDArray[np.int32], stamps: Rows, *, all_new: bool
@@ -61,16 +61,6 @@ class FieldIndex:
             self.lost.difference_update(rows.tolist())
         return replaced
 
-    def add_turn(self, rows: Rows, block: int) -> None:
-        """Rows go on in a block, and are not finished with it."""
-        for position, row in enumerate(rows.tolist()):
-            self.turns.setdefault(row, []).append((block, position))
-
-    def forget_turns(self, rows: Rows) -> BlockRows:
-        """Drop the earlier pieces of rows; return where they were."""
-        gone = [piece for row in rows.tolist() for piece in self.turns.pop(row, ())]
-        return np.array([block for block, _ in gone], np.int64), np.array([at for _, at in gone], np.int32)
-
     def remove(self, rows: Rows) -> list[BlockRows]:
         """Forget rows; return where they were."""
         blocks = self.block[rows]
@@ -80,31 +70,22 @@ class FieldIndex:
             self.lost.difference_update(rows.tolist())
         gone = [(blocks, self.position[rows])]
         if self.turns:
-            gone.append(self.forget_turns(rows))
+            gone.append(self.turns.forget(rows))
         return gone
 
     def rows_in(self, lost: LostRows, rows: Rows) -> Rows:
         """Those of the rows that have lost their value, or a turn of it."""
 
-        def is_lost(block: int, position: int) -> bool:
-            of_block = lost[block]
-            return of_block is None or bool(of_block[position])
-
-        blocks = self.block[rows]
-        touched = rows[np.isin(blocks, [block for block in np.unique(blocks).tolist() if block in lost])]
-        places = zip(self.block[touched].tolist(), self.position[touched].tolist(), strict=True)
-        gone = touched[np.fromiter((is_lost(*place) for place in places), bool, len(touched))].tolist()
-        gone += [
-            row
-            for row in (rows.tolist() if self.turns else ())
-            if any(block in lost and is_lost(block, position) for block, position in self.turns.get(row, ()))
-        ]
-        return np.unique(np.array(gone, np.int64))
+        gone = rows[_are_lost(lost, self.block[rows], self.position[rows])]
+        if self.turns:
+            places, (blocks, positions) = self.turns.of(rows)
+            gone = np.concatenate((gone, rows[places[_are_lost(lost, blocks, positions)]]))
+        return np.unique(gone)
 
     def lose(self, rows: Rows) -> tuple[Rows, BlockRows]:
         """Rows have lost their value, which is as if it had not been written. Return those that were
         finished, and what all of them referred to."""
-        turns = self.forget_turns(rows)
+        turns = self.turns.forget(rows)
         whole = rows[self.block[rows] >= 0]
         blocks, positions = self.block[whole], self.position[whole]
         self.block[whole] = -1
@@ -124,14 +105,26 @@ class Pieces(NamedTuple):
 
 def pieces_of(column: FieldIndex, rows: Rows) -> Pieces:
     """Where the pieces of rows are of which some were written turn by turn."""
-    last = zip(column.block[rows].tolist(), column.position[rows].tolist(), strict=True)
-    found = [
-        [*column.turns.get(row, ()), *([place] if place[0] >= 0 else [])]
-        for row, place in zip(rows.tolist(), last, strict=True)
-    ]
-    every = np.array([place for pieces in found for place in pieces], np.int64).reshape(-1, 2)
+    places, (blocks, positions) = column.turns.of(rows)
+    last, at = column.block[rows], column.position[rows]
+    whole = np.flatnonzero(last >= 0)
+    places = np.concatenate((places, whole))
+    order = np.argsort(places, kind="stable")
     return Pieces(
-        np.ascontiguousarray(every[:, 0]),
-        every[:, 1].astype(np.int32),
-        np.array([len(pieces) for pieces in found], np.int32),
+        np.concatenate((blocks, last[whole]))[order],
+        np.concatenate((positions, at[whole]))[order],
+        np.bincount(places, minlength=len(rows)).astype(np.int32),
     )
+
+
+def _are_lost(lost: LostRows, blocks: NDArray[np.int64], positions: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """For each of these rows of blocks, whether it is lost."""
+
+    def is_lost(block: int, position: int) -> bool:
+        of_block = lost[block]
+        return of_block is None or bool(of_block[position])
+
+    are_lost = np.isin(blocks, [block for block in np.unique(blocks).tolist() if block in lost])
+    places = zip(blocks[are_lost].tolist(), positions[are_lost].tolist(), strict=True)
+    are_lost[are_lost] = [is_lost(*place) for place in places]
+    return are_lost

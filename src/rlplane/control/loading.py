@@ -242,10 +242,11 @@ class StateLoader:
         turns[:, 1] = _renumbered(turns[:, 1], self._numbers)
         every = np.concatenate((blocks, turns[:, 1]))
         _check_positions(item.name, every, np.concatenate((positions, turns[:, 2])), self._sizes)
-        for place, block, position in turns.tolist():
-            if not 0 <= place < count or block < 0:
+        if len(turns):
+            places = turns[:, 0]
+            if places.min() < 0 or places.max() >= count or turns[:, 1].min() < 0:
                 raise ValueError(f"a turn of field {item.name!r} belongs to no sample")
-            column.turns.setdefault(int(rows[place]), []).append((block, position))
+            column.turns.add_in_order(rows[places], turns[:, 1], turns[:, 2].astype(np.int32))
         column.block[rows] = blocks
         column.position[rows] = positions
         column.stamp[rows] = _read(item.stamps, np.int64, count)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import in_pieces
 from rlplane.control.claims import Claims
 from rlplane.control.cursors import Cursors, TaskCursor
 from rlplane.control.fields import BlockRows, FieldIndex, Rows
@@ -24,7 +25,7 @@ from rlplane.control.names import Names
 from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, group_of, own_group_size
 from rlplane.control.samples import NO_ROWS, SampleTable, some
-from rlplane.control.snapshots import ids_of
+from rlplane.control.snapshots import identity_of, ids_of
 from rlplane.errors import (
     DataPlaneError,
     InvalidRequestError,
@@ -151,6 +152,8 @@ class Partition:
             put.sizes = put.staged.sizes
             if put.must_exist and put.staged.new:
                 raise self._missing(put, put.staged.new_ids())
+            if put.appends:
+                self._check_unfinished(put)
             return put.staged.new
         put.known, put.groups, put.sizes = self.table.rows.find(put.ids), (), {}
         new = put.known.count(None)
@@ -178,13 +181,14 @@ class Partition:
         )
 
     def _check_unfinished(self, put: Put) -> None:
-        rows = np.array([row for row in put.known if row is not None], np.int64)
+        rows = _known_rows(put)
         for name in put.blocks:
             column = self.columns.get(name)
-            whole = [] if column is None else self.ids[rows[column.block[rows] >= 0]].tolist()
-            if whole:
+            whole = NO_ROWS if column is None else rows[column.block[rows] >= 0]
+            if len(whole):
                 raise InvalidRequestError(
-                    f"field {name!r} of partition {self.spec.partition_id!r} is finished for {some(whole)} "
+                    f"field {name!r} of partition {self.spec.partition_id!r} is finished for "
+                    f"{some(self.ids[whole[:4]].tolist())} "
                     f"({len(whole)} of {len(put.ids)} samples of an append), so nothing can be appended; "
                     "nothing was written"
                 )
@@ -229,10 +233,10 @@ class Partition:
                 column = self.columns[name] = FieldIndex(self.table.size, False)
             column.stamped = True
             if not put.finishes:
-                column.add_turn(rows, block)
+                column.turns.add(rows, block, positions)
                 continue
             if column.turns and not put.appends:
-                replaced.append(column.forget_turns(rows))
+                replaced.append(column.turns.forget(rows))
             old = column.write(rows, block, positions, stamps, all_new=all_new)
             if old is not None:
                 replaced.append(old)
@@ -404,12 +408,14 @@ class Partition:
     def inspect(self, rows: Rows) -> dict[str, Any]:
         """What is known of samples: a byte per sample says whether it has a field, and whether a task has
         claimed it."""
+        columns = {name: column.block for name, column in self.columns.items()}
+        pieces = list(in_pieces(rows))
+        fields = {name: [(block[at] >= 0).tobytes() for _, at in pieces] for name, block in columns.items()}
+        tasks = {name: [task.claimed[at].tobytes() for _, at in pieces] for name, task in self.tasks.items()}
         return {
-            "ids": self.ids[rows].tolist(),
-            "numbers": self.table.serial[rows].tolist(),
-            "tags": self.tags[rows].tolist(),
-            "fields": {name: (column.block[rows] >= 0).tobytes() for name, column in self.columns.items()},
-            "tasks": {name: task.claimed[rows].tobytes() for name, task in self.tasks.items()},
+            **identity_of(self.table, rows),
+            "fields": {name: b"".join(parts) for name, parts in fields.items()},
+            "tasks": {name: b"".join(parts) for name, parts in tasks.items()},
         }
 
     def consumed(self, tasks: Sequence[str]) -> bool:

@@ -124,9 +124,10 @@ class SampleTable:
             column = self.columns.get(name) or self.columns.get(self.field_of(name)) or self.column(name)
             blocks = column.block[rows]
             unwritten = blocks < 0
-            if column.turns and not column.turns.keys().isdisjoint(known):
+            has_turns = column.turns.have(rows) if column.turns else None
+            if has_turns is not None and has_turns.any():
                 places[name] = pieces_of(column, rows)
-                unwritten &= ~np.isin(rows, list(column.turns))
+                unwritten &= ~has_turns
             else:
                 places[name] = Pieces(blocks, column.position[rows])
             if np.count_nonzero(unwritten):
@@ -137,11 +138,6 @@ class SampleTable:
                     f"{some(missing)} ({len(missing)} of {len(set(ids))} samples asked for)"
                 )
         return places
-
-    def last_turns(self, ids: Sequence[str], field: str) -> set[int]:
-        """The blocks with the last pieces of samples that are being written turn by turn."""
-        turns = self.columns[field].turns if field in self.columns else {}
-        return {turns[row][-1][0] for row in self.rows.find(ids) if row in turns} if turns else set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "readers": []}  # a dump has what they read

@@ -24,6 +24,7 @@ class ReadTable(Protocol):
     size: int
     ids: NDArray[Any]
     tags: NDArray[Any]
+    serial: NDArray[np.int64]
     readers: list[ref[Snapshot]]
 
 
@@ -32,33 +33,46 @@ def ids_of(table: ReadTable, rows: Rows) -> Sequence[str]:
     if len(rows) <= _MANY:
         few: list[str] = table.ids[rows].tolist()
         return few
-    return Snapshot(table, rows, with_tags=False).columns[0]
+    return Snapshot(table, rows, "ids").columns[0]
 
 
 def ids_and_tags_of(table: ReadTable, rows: Rows) -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
     """The ids and tags of rows as they are now."""
     if len(rows) <= _MANY:
         return table.ids[rows].tolist(), table.tags[rows].tolist()
-    ids, tags = Snapshot(table, rows).columns
+    ids, tags = Snapshot(table, rows, "ids", "tags").columns
     return ids, tags
+
+
+def identity_of(table: ReadTable, rows: Rows) -> dict[str, Sequence[Any]]:
+    """The ids, serial numbers and tags of rows as they are now."""
+    if len(rows) <= _MANY:
+        found = [column[rows].tolist() for column in (table.ids, table.serial, table.tags)]
+    else:
+        found = Snapshot(table, rows, "ids", "serial", "tags").columns
+    return dict(zip(("ids", "numbers", "tags"), found, strict=True))
 
 
 class Snapshot:
     """What rows have at one moment. The table knows it for as long as somebody has one of its columns."""
 
-    def __init__(self, table: ReadTable, rows: Rows, *, with_tags: bool = True) -> None:
-        self._table, self._rows = table, rows
-        self._lists: list[list[Any]] = [[] for _ in range(1 + with_tags)]
+    def __init__(self, table: ReadTable, rows: Rows, *names: str) -> None:
+        """``names`` are those of columns that a row keeps until the table says otherwise."""
+        self._table, self._rows, self._names = table, rows, names
+        self._lists: list[list[Any]] = [[] for _ in names]
         self._at = 0
         self._is_unread = np.zeros(table.size, bool)
         self._is_unread[rows] = True
-        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of rows that are not what they were
+        self._kept: dict[int, tuple[Any, ...]] = {}  # of rows that are not what they were
         table.readers.append(ref(self, table.readers.remove))
 
     @property
     def columns(self) -> list[SampleColumn]:
-        """The ids, and the tags if they were asked for."""
+        """The columns in the order in which they were asked for."""
         return [SampleColumn(self, which) for which in range(len(self._lists))]
+
+    def _values(self, rows: Rows) -> list[list[Any]]:
+        return [getattr(self._table, name)[rows].tolist() for name in self._names]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -66,20 +80,21 @@ class Snapshot:
     def keep(self, rows: Rows) -> None:
         """These rows are about to be changed or removed."""
         rows = rows[rows < len(self._is_unread)]
-        for row in rows[self._is_unread[rows]].tolist():
-            if row not in self._kept:  # or it is another sample's by now
-                self._kept[row] = (self._table.ids[row], self._table.tags[row])
+        rows = rows[self._is_unread[rows]]
+        if len(rows):
+            for row, *values in zip(rows.tolist(), *self._values(rows), strict=True):
+                self._kept.setdefault(row, tuple(values))  # or it is another sample's by now
 
     def read(self, which: int, end: int) -> list[Any]:
         """A column, at least up to ``end``."""
         if end > self._at:
             rows = self._rows[self._at : end]
-            for column, values in zip((self._table.ids, self._table.tags), self._lists, strict=False):
-                values += column[rows].tolist()
+            for values, more in zip(self._lists, self._values(rows), strict=True):
+                values += more
             if self._kept:
                 for at in np.flatnonzero(np.isin(rows, list(self._kept))).tolist():
                     kept = self._kept.pop(int(rows[at]))
-                    for values, value in zip(self._lists, kept, strict=False):
+                    for values, value in zip(self._lists, kept, strict=True):
                         values[self._at + at] = value
             self._is_unread[rows] = False
             self._at += len(rows)
@@ -89,7 +104,7 @@ class Snapshot:
 
 
 class SampleColumn(Sequence[Any]):
-    """The ids or the tags of a snapshot. A slice of it is a list, and reads no more than it has to."""
+    """A column of a snapshot. A slice of it is a list, and reads no more than it has to."""
 
     __slots__ = ("_snapshot", "_which")
 

@@ -41,6 +41,7 @@ class Staging:
         self._at = 0
         self._seen = Names()
         self._group_size = partition.spec.group_size
+        self._growing = [] if put.finishes else list(put.blocks)  # fields that get a turn
         self._touched: set[str] = set()
         # An index that comes later gets the new samples when they are there.
         self._indexes: list[TagIndex] = list(partition.looking.indexes.values())
@@ -87,6 +88,9 @@ class Staging:
                 if tags is not None:
                     self._tags[self._at + at] = table.tags[row] | tags[at] if tags[at] else table.tags[row]
         self._at += len(ids)
+        for name in self._growing:
+            if name in table.columns:
+                table.columns[name].turns.make_room(self._at)
         if self.is_over:
             self._seen = Names()
 

@@ -27,6 +27,7 @@ from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import Pieces
 from rlplane.control.line import WaitingLine
 from rlplane.control.losing import Losing
+from rlplane.control.marking import Marking
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
@@ -409,25 +410,24 @@ class ControlState:
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
 
-    def mark_claimed(
-        self, partition_id: str, task: str, ids: Sequence[str] | None, *, is_claimed: bool
-    ) -> tuple[bool, Effects]:
-        """Move a task's cursor by hand, for samples that somebody else chose; also returns whether it could
-        be done. Samples that are gone or claimed already cannot be marked as claimed."""
-        effects = Effects()
+    def begin_mark(self, partition_id: str, task: str, ids: Sequence[str] | None) -> Marking:
+        """Move a task's cursor by hand past samples that somebody else chose (None: past all), with
+        :meth:`mark_some`. If one of them is gone or claimed already, none is marked."""
         partition = self.partition(partition_id)
-        cursor = partition.task(task)
-        rows = partition.live_rows(ids)
-        if is_claimed:
-            if (ids is not None and len(rows) < len(ids)) or cursor.claimed[rows].any():
-                return False, effects
-            cursor.take(rows, NOBODY)
-        else:
-            partition.cursors.put_back(cursor, rows)
-            self._evict(partition, partition.flow_control.stale(), STALE, effects)
-        self._answer_claims(partition, effects)
-        self._retry_puts(effects)
-        return True, effects
+        return Marking(partition, partition.task(task), ids)
+
+    def mark_some(self, marking: Marking, effects: Effects) -> None:
+        """Go on with it, until it is over. Before the last slice nothing has changed."""
+        partition = marking.partition
+        marking.mark_some(is_there=self.partitions.get(partition.spec.partition_id) is partition)
+        if marking.is_marked:
+            self._answer_claims(partition, effects)
+            self._retry_puts(effects)
+
+    def begin_unmark(self, partition_id: str, task: str, ids: Sequence[str] | None) -> Unclaiming:
+        """Move it back, whoever has claimed these samples, with :meth:`unclaim_some`, a slice at a time."""
+        partition = self.partition(partition_id)
+        return Unclaiming.of_all(partition, partition.task(task), ids)
 
     def abort(self, error: DataPlaneError, owner: int | None = None) -> Effects:
         """Answer every waiting request (of one owner) with an error."""

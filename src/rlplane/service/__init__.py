@@ -7,7 +7,7 @@
     questions.py    requests that change nothing
     deadlines.py    until when requests wait
     long_work.py    LongWork: what was begun, and is gone on with between others
-    long_answers.py LongAnswer: an answer of very many samples, encoded in slices
+    long_answers.py LongAnswer, CopiedAnswer: an answer of very many samples, encoded or copied in slices
     checkpoints.py  Checkpoints: a plane that is frozen to be saved, and replaced by one that is loaded
     protocol.py     the messages
     framing.py      messages over a stream socket

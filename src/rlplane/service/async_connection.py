@@ -33,9 +33,11 @@ _LONGEST_TIMER_S = 86_400.0
 class AsyncChannel(Protocol):
     """What carries the requests of one event loop to the service, and the answers back."""
 
-    def start(self, on_answer: Callable[[int, bytes], None], on_end: Callable[[], None]) -> None:
-        """Call ``on_answer(number, body)`` on the loop with every answer, in the order in which the service
-        gave them, and ``on_end`` when the service has gone."""
+    def start(
+        self, on_answer: Callable[[int, bytes | wire.Answer], None], on_end: Callable[[], None]
+    ) -> None:
+        """Call ``on_answer(number, body)`` on the loop with every answer, decoded already or not, in the
+        order in which the service gave them, and ``on_end`` when the service has gone."""
 
     def send(self, number: int, body: bytes) -> None:
         """Send a request. Never waits and never raises: a service that is gone is told by ``on_end``."""
@@ -162,13 +164,13 @@ class AsyncConnection:
         self.ended = ClientClosedError("the event loop of this connection has ended")
         self._channel.forget()
 
-    def _answered(self, number: int, body: bytes) -> None:
+    def _answered(self, number: int, body: bytes | wire.Answer) -> None:
         if self._sent.pop(number, None) is not None:
             self._owner.note_read(number)
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             request, future = waiting
-            answer = wire.answer_decoder.decode(body)
+            answer = _decoded(body)
             is_held = self._owner.has_lease(answer, self._life)
             if future.done():  # cancelled, and its caller has not had its turn yet
                 self._undo(request, answer)
@@ -180,7 +182,7 @@ class AsyncConnection:
             else:
                 future.set_result(answer)
         elif number in self._withdrawn:
-            self._undo(self._withdrawn.pop(number), wire.answer_decoder.decode(body))
+            self._undo(self._withdrawn.pop(number), _decoded(body))
         elif number in self._undoing:
             for withdrawn in self._undoing.pop(number):
                 # It was not answered before this, so it never will be.
@@ -302,6 +304,10 @@ class AsyncConnection:
         return type(self.ended)(self.ended.message)
 
 
+def _decoded(body: bytes | wire.Answer) -> wire.Answer:
+    return wire.answer_decoder.decode(body) if isinstance(body, bytes) else body
+
+
 class SocketChannel:
     """A connected and introduced socket on an event loop. See :class:`AsyncChannel`."""
 
@@ -312,11 +318,13 @@ class SocketChannel:
         self._piece = memoryview(bytearray(_PIECE))
         self._unsent = bytearray()
         self._open = True
-        self._on_answer: Callable[[int, bytes], None] = lambda number, body: None
+        self._on_answer: Callable[[int, bytes | wire.Answer], None] = lambda number, body: None
         self._on_end: Callable[[], None] = lambda: None
         _channels.add(self)
 
-    def start(self, on_answer: Callable[[int, bytes], None], on_end: Callable[[], None]) -> None:
+    def start(
+        self, on_answer: Callable[[int, bytes | wire.Answer], None], on_end: Callable[[], None]
+    ) -> None:
         """See :class:`AsyncChannel`."""
         self._on_answer, self._on_end = on_answer, on_end
         self._loop.add_reader(self._socket.fileno(), self._read)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.fields import Rows
 from rlplane.control.samples import SampleTable
 from rlplane.errors import InvalidRequestError
 from rlplane.service import protocol as wire
@@ -41,8 +42,9 @@ def checked_sizes(body: wire.Commit, room: int, *, checks_ids: bool = True) -> l
     return sizes
 
 
-def check_turns(body: wire.Commit, table: SampleTable, blocks: Mapping[int, Block]) -> None:
-    """What is appended must be of one kind with what is there, or nobody could read the two together."""
+def check_turns(body: wire.Commit, table: SampleTable, rows: Rows, blocks: Mapping[int, Block]) -> None:
+    """What is appended to ``rows`` must be of one kind with what is there, or nobody could read the two
+    together."""
     for field, layout in zip(body.fields, body.layouts, strict=True):
         turn = layout.turn
         if turn is None:
@@ -50,7 +52,7 @@ def check_turns(body: wire.Commit, table: SampleTable, blocks: Mapping[int, Bloc
                 f"field {field!r} holds {layout.kind} rows, to which nothing can be appended: a turn is "
                 "a tensor of at least one dimension, the first of which grows"
             )
-        for block in table.last_turns(body.ids, field):
+        for block in table.columns[field].turns.last_blocks(rows) if field in table.columns else ():
             before = blocks[block][2].turn
             if before != turn:
                 raise InvalidRequestError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from rlplane.control.requests import Effects, LostRows, Put
 from rlplane.control.staging import Staging
 from rlplane.errors import DataPlaneError, InvalidRequestError
@@ -58,10 +60,10 @@ def commit(service: ControlService, request: PendingRequest, held: Client, body:
             finishes=body.finishes,
         )
         if is_long:
-            service.work.append(PutWork(request, put, service.state.begin_put(put), body.timeout_s))
+            service.work.append(PutWork(request, put, service.state.begin_put(put), body))
             return
         if body.appends:
-            check_turns(body, partition.table, service.table.blocks)
+            check_turns(body, partition.table, partition.live_rows(body.ids), service.table.blocks)
         effects = service.state.put(put)
     except DataPlaneError:
         if blocks:
@@ -74,15 +76,16 @@ def commit(service: ControlService, request: PendingRequest, held: Client, body:
 
 def is_long_commit(body: wire.Commit) -> bool:
     """Whether a commit is of so many samples that it is made ready some at a time."""
-    return len(body.ids) > _MANY_SAMPLES and body.finishes and not body.appends
+    return len(body.ids) > _MANY_SAMPLES
 
 
 class PutWork(LongWork):
     """A put of very many samples, which is made ready in slices and written in the last one."""
 
-    def __init__(self, request: PendingRequest, put: Put, staging: Staging, timeout_s: float) -> None:
+    def __init__(self, request: PendingRequest, put: Put, staging: Staging, body: wire.Commit) -> None:
         super().__init__([request])
-        self._put, self._staging, self._timeout_s = put, staging, timeout_s
+        self._put, self._staging, self._timeout_s = put, staging, body.timeout_s
+        self._appended = msgspec.structs.replace(body, ids=[], tags=None) if body.appends else None
         self._version = staging.partition.version
         self._refusal: DataPlaneError | None = None
         self._is_written = False
@@ -103,6 +106,9 @@ class PutWork(LongWork):
             if not self._staging.is_over:
                 self._staging.make_some_ready()
                 return False
+            if self._appended is not None:
+                self._staging.catch_up()
+                check_turns(self._appended, partition.table, self._staging.known_rows, service.table.blocks)
             written = service.state.put(self._put)
         except DataPlaneError as error:
             self.give_up(service)

@@ -39,7 +39,7 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork
+from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork, mark_work
 from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reservations import Reservations
@@ -287,10 +287,9 @@ class ControlService:
             case wire.Register(spec, extend):
                 self.carry_out(self.state.register(spec, extend=extend))
                 return wire.Done()
-            case wire.MarkClaimed(partition_id, task, ids, is_claimed):
-                marked, effects = self.state.mark_claimed(partition_id, task, ids, is_claimed=is_claimed)
-                self.carry_out(effects)
-                return wire.Done(marked)
+            case wire.MarkClaimed():
+                self.begin(mark_work(self, request, held, body))
+                return None
             case wire.Advance(partition_id, version):
                 self.carry_out(self.state.advance(partition_id, version))
                 return wire.Done()
@@ -366,7 +365,7 @@ class ControlService:
         effects = Effects()
         if work.do_slice(self, effects):
             for request in work.requests:
-                self.send(request, wire.Done(work.count))
+                self.send(request, wire.Done(work.answer))
         else:
             self.work.append(work)
         self.carry_out(effects)

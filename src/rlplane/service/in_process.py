@@ -21,11 +21,11 @@ from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.connection import encoded
 from rlplane.service.core import ControlService
-from rlplane.service.long_answers import LongAnswer, is_long_answer
-from rlplane.service.stall import look_ahead
+from rlplane.service.long_answers import CopiedAnswer, is_long_answer
+from rlplane.service.stall import LookAhead, look_ahead
 from rlplane.storage.places import StorageHost
 
-Listener: TypeAlias = Callable[[int, bytes | None], None]
+Listener: TypeAlias = Callable[[int, bytes | CopiedAnswer | None], None]
 
 _LOOK_S = 0.1
 _LONGEST_ALARM_S = 3600.0
@@ -62,37 +62,81 @@ class LocalService:
                 raise PlaneConnectionError("the plane was closed by its bootstrap client")
             self._waiting[request] = answer
         try:
-            self._look_ahead(envelope)
-            self._call(lambda: self._service.handle(request, envelope))
-            self._go_on()
+            look = self.look_for(envelope)
+            while look is not None and not self.look_on(look):
+                time.sleep(_LET_OTHERS_S)
+            self.handle(request, envelope)
+            self.finish_work()
             while not answer.ready.is_set():
                 left = self.next_deadline() - time.monotonic()
                 answer.ready.wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
                 if not answer.ready.is_set():
                     self._call(self._service.expire)
-            body = answer.body if answer.long is None else self._encode(answer.long)
+            while answer.long is not None and not self.copy_some(answer.long):
+                time.sleep(_LET_OTHERS_S)
         except BaseException:
             self._call(lambda: self._service.abandon(request.client, request.number))
-            self._go_on()
+            self.finish_work()
             raise
         finally:
             with self._lock:
                 del self._waiting[request]
-        return wire.answer_decoder.decode(body)
+        return wire.answer_decoder.decode(answer.body) if answer.long is None else answer.long.answer
 
     def listen(self, client: int, listener: Listener) -> None:
-        """From now on, ``listener(number, body)`` is called with the answers to what this client posts, in
-        their order and in any thread; with None for the body when the plane has ended."""
+        """From now on, ``listener(number, body)`` is called with the answers to what this client asks without
+        waiting, in their order and in any thread; with one that is still to be copied, if it is long, and
+        with None when the plane has ended."""
         with self._lock:
             self._listeners[client] = listener
             if self.closed:
                 listener(0, None)
 
-    def post(self, request: PendingRequest, envelope: wire.Envelope) -> None:
-        """Handle a request whose answer goes to the client's listener."""
-        self._look_ahead(envelope)
+    # What takes long, of which whoever asks does a slice at a time. The lock is free between two.
+
+    def look_for(self, envelope: wire.Envelope) -> LookAhead | None:
+        """What has to be looked at before a request is handled."""
+        with self._lock:
+            return look_ahead(self._service.state, envelope.request)
+
+    def look_on(self, look: LookAhead) -> bool:
+        """Look at some more; True when the request can be handled."""
+        with self._lock:
+            return look()
+
+    def handle(self, request: PendingRequest, envelope: wire.Envelope) -> None:
+        """Handle a request, or begin to. Whoever waits for the answer gets it, or the client's listener."""
         self._call(lambda: self._service.handle(request, envelope))
-        self._go_on()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something was begun."""
+        return self._service.has_work
+
+    def go_on(self) -> None:
+        """Do the next slice of what was begun, whoever began it."""
+        self._call(self._do_a_slice)
+
+    def finish_work(self) -> None:
+        """Do all of it."""
+        while self.has_work:
+            self.go_on()
+            time.sleep(_LET_OTHERS_S)
+
+    def copy_some(self, answer: CopiedAnswer) -> bool:
+        """Copy some more of a long answer; True when all of it is."""
+        is_done = False
+
+        def copy() -> None:
+            nonlocal is_done
+            is_done = answer.copy_some()
+
+        self._call(copy)
+        return is_done
+
+    def _do_a_slice(self) -> None:
+        if self._service.has_work:  # another thread may have done the last one
+            self._service.go_on()
 
     def hang_up(self, channel: int) -> None:
         """Nobody reads the answers of this channel any more."""
@@ -133,38 +177,6 @@ class LocalService:
                 listener(0, None)
             self._storage.close()
 
-    def _look_ahead(self, envelope: wire.Envelope) -> None:
-        with self._lock:
-            look = look_ahead(self._service.state, envelope.request)
-        while look is not None:
-            with self._lock:  # it is free between two looks
-                if look():
-                    return
-            time.sleep(_LET_OTHERS_S)
-
-    def _go_on(self) -> None:
-        """Do what was begun, whoever began it."""
-        while self._service.has_work:
-            self._call(self._do_a_slice)
-            time.sleep(_LET_OTHERS_S)
-
-    def _encode(self, answer: LongAnswer) -> memoryview:
-        """An answer of very many samples, encoded in slices."""
-        is_done = False
-
-        def encode_some() -> None:
-            nonlocal is_done
-            is_done = answer.encode_some()
-
-        while not is_done:
-            self._call(encode_some)
-            time.sleep(_LET_OTHERS_S)
-        return answer.body()
-
-    def _do_a_slice(self) -> None:
-        if self._service.has_work:  # another thread may have done the last one
-            self._service.go_on()
-
     def _call(self, function: Callable[[], None]) -> None:
         with self._lock:
             started = time.monotonic()
@@ -181,33 +193,31 @@ class LocalService:
 
     def _deliver(self, request: PendingRequest, answer: wire.Answer) -> None:
         waiting = self._waiting.get(request)
-        if waiting is not None and is_long_answer(answer):
-            waiting.give_long(LongAnswer(request.number, answer))
-        elif waiting is not None:
-            waiting.give(wire.encode(answer))
+        body = CopiedAnswer(answer) if is_long_answer(answer) else wire.encode(answer)
+        if waiting is not None:
+            waiting.give(body)
         elif request.client in self._listeners:
-            self._listeners[request.client](request.number, wire.encode(answer))
+            self._listeners[request.client](request.number, body)
 
 
 class _Answer:
-    """The answer to one request, once it is there; a long one is encoded by whoever waits for it."""
+    """The answer to one request, once it is there; a long one is copied by whoever waits for it."""
 
     __slots__ = ("body", "long", "ready")
 
     def __init__(self) -> None:
         self.ready = threading.Event()
         self.body = b""
-        self.long: LongAnswer | None = None
+        self.long: CopiedAnswer | None = None
 
-    def give(self, body: bytes) -> None:
-        if not self.ready.is_set():
+    def give(self, body: bytes | CopiedAnswer) -> None:
+        if self.ready.is_set():
+            return
+        if isinstance(body, CopiedAnswer):
+            self.long = body
+        else:
             self.body = body
-            self.ready.set()
-
-    def give_long(self, answer: LongAnswer) -> None:
-        if not self.ready.is_set():
-            self.long = answer
-            self.ready.set()
+        self.ready.set()
 
 
 class InProcessConnection:
@@ -280,7 +290,8 @@ class InProcessConnection:
 
 
 class InProcessChannel:
-    """Requests of an event loop to a :class:`LocalService`, any number of them at once.
+    """Requests of an event loop to a :class:`LocalService`, any number of them at once. Of what takes long
+    the loop does a slice in each of its turns.
 
     See :class:`~rlplane.service.async_connection.AsyncChannel`.
     """
@@ -289,14 +300,20 @@ class InProcessChannel:
         self._service, self._client, self._loop = service, client, loop
         self._thread, self._pid = threading.get_ident(), os.getpid()
         self._channel = -1 - client  # those of calls that block are above
+        # Requests before which the service has to look at much.
+        self._looking: deque[tuple[LookAhead, PendingRequest, wire.Envelope]] = deque()
+        self._has_turn = False
         # Whoever completes a request adds its answer, in any thread; the loop takes them in the same order.
-        self._arrived: deque[tuple[int, bytes | None]] = deque()
+        self._arrived: deque[tuple[int, bytes | CopiedAnswer | None]] = deque()
+        self._is_copying = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
-        self._on_answer: Callable[[int, bytes], None] = lambda number, body: None
+        self._on_answer: Callable[[int, bytes | wire.Answer], None] = lambda number, body: None
         self._on_end: Callable[[], None] = lambda: None
 
-    def start(self, on_answer: Callable[[int, bytes], None], on_end: Callable[[], None]) -> None:
+    def start(
+        self, on_answer: Callable[[int, bytes | wire.Answer], None], on_end: Callable[[], None]
+    ) -> None:
         """See :class:`~rlplane.service.async_connection.AsyncChannel`."""
         self._on_answer, self._on_end = on_answer, on_end
         self._service.listen(self._client, self._add)
@@ -306,23 +323,65 @@ class InProcessChannel:
         if self._service.closed:
             self._add(0, None)
             return
-        self._service.post(
-            PendingRequest(self._client, number, self._channel), wire.envelope_decoder.decode(body)
-        )
-        self._set_alarm(self._service.next_deadline())
+        request = PendingRequest(self._client, number, self._channel)
+        envelope = wire.envelope_decoder.decode(body)
+        if isinstance(envelope.request, wire.Withdraw):
+            # Of these none is answered any more, so none may be begun.
+            ended = envelope.request.numbers
+            self._looking = deque(item for item in self._looking if item[1].number not in ended)
+        look = self._service.look_for(envelope)
+        if look is not None and not self._service.look_on(look):
+            self._looking.append((look, request, envelope))
+            self._ask_for_turn()
+        else:
+            self._handle(request, envelope)
 
     def close(self) -> None:
         """See :class:`~rlplane.service.async_connection.AsyncChannel`."""
         self._on_end = lambda: None
         if self._alarm is not None:
             self._alarm.cancel()
+        self._end()
 
     def forget(self) -> None:
         """See :class:`~rlplane.service.async_connection.AsyncChannel`."""
         if self._pid == os.getpid() and not self._service.closed:
             self._service.hang_up(self._channel)
+            self._end()
 
-    def _add(self, number: int, body: bytes | None) -> None:
+    def _end(self) -> None:
+        """The loop has no more turns for us, and what was begun is done to its end."""
+        self._looking.clear()
+        if self._pid == os.getpid() and not self._service.closed:
+            self._service.finish_work()
+
+    def _handle(self, request: PendingRequest, envelope: wire.Envelope) -> None:
+        self._service.handle(request, envelope)
+        self._set_alarm(self._service.next_deadline())
+        if self._service.has_work:
+            self._ask_for_turn()
+
+    def _ask_for_turn(self) -> None:
+        if not self._has_turn:
+            self._has_turn = True
+            self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._has_turn = False
+        if self._service.closed:
+            return
+        if self._looking:
+            look, request, envelope = self._looking.popleft()
+            if self._service.look_on(look):
+                self._handle(request, envelope)
+            else:
+                self._looking.append((look, request, envelope))
+        if self._service.has_work:
+            self._service.go_on()
+        if self._looking or self._service.has_work:
+            self._ask_for_turn()
+
+    def _add(self, number: int, body: bytes | CopiedAnswer | None) -> None:
         self._arrived.append((number, body))
         with contextlib.suppress(RuntimeError):  # the loop has ended
             if threading.get_ident() == self._thread:
@@ -332,12 +391,26 @@ class InProcessChannel:
                 self._loop.call_soon_threadsafe(self._hand_over)
 
     def _hand_over(self) -> None:
-        while self._arrived:
-            number, body = self._arrived.popleft()
+        while self._arrived and not self._is_copying:
+            number, body = self._arrived[0]
+            if isinstance(body, CopiedAnswer):
+                self._is_copying = True  # and what has come after it waits
+                self._copy_on(number, body)
+                return
+            self._arrived.popleft()
             if body is None:
                 self._on_end()
             else:
                 self._on_answer(number, body)
+
+    def _copy_on(self, number: int, answer: CopiedAnswer) -> None:
+        if not self._service.copy_some(answer):
+            self._loop.call_soon(self._copy_on, number, answer)
+            return
+        self._is_copying = False
+        self._arrived.popleft()
+        self._on_answer(number, answer.answer)
+        self._hand_over()
 
     def _set_alarm(self, due: float) -> None:
         """Requests of other clients are answered in time by whoever waits for them; ours by the loop."""

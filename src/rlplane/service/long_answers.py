@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from rlplane.control.snapshots import SampleColumn
 from rlplane.service import protocol as wire
 from rlplane.service.framing import LONGEST, begun_message, ended_message
+
+T = TypeVar("T")
+_Copying: TypeAlias = Generator[None, None, T]
 
 _COLUMNS = (list, SampleColumn)
 _MANY = 65_536  # samples, whose names are encoded within a few milliseconds
@@ -19,7 +23,11 @@ def is_long_answer(answer: wire.Answer) -> bool:
     """Whether to encode an answer at once would take so long that others notice."""
     if type(answer) is wire.Claimed:
         return len(answer.ids) > _MANY
-    return type(answer) is wire.Done and type(answer.value) in _COLUMNS and len(answer.value) > _MANY
+    if type(answer) is not wire.Done:
+        return False
+    if type(answer.value) is dict:  # what is known of samples
+        return type(answer.value.get("ids")) is SampleColumn
+    return type(answer.value) in _COLUMNS and len(answer.value) > _MANY
 
 
 class LongAnswer:
@@ -28,10 +36,11 @@ class LongAnswer:
     def __init__(self, number: int, answer: wire.Answer) -> None:
         self._number = number
         # On the wire, an answer is a list of its kind and its fields.
-        self._fields: list[Any] = [type(answer).__name__, *msgspec.structs.astuple(answer)]
+        fields: list[Any] = [type(answer).__name__, *msgspec.structs.astuple(answer)]
+        self._fields = [part for field in fields for part in _parts(field)]
         self._at = 0  # in the first of the fields, if that is a list
         self._message = begun_message()
-        self._message.append(0x90 + len(self._fields))
+        self._message.append(0x90 + len(fields))
 
     def encode_some(self) -> bool:
         """Go on; True when nothing is left to do but :meth:`message`."""
@@ -60,6 +69,53 @@ class LongAnswer:
             )
         return ended_message(self._message, self._number)
 
-    def body(self) -> memoryview:
-        """The same without what a socket needs."""
-        return memoryview(self.message())[len(begun_message()) :]
+
+class CopiedAnswer:
+    """The same inside one process, where nothing is sent: an answer that is being copied, into what would be
+    decoded on the other side."""
+
+    def __init__(self, answer: wire.Answer) -> None:
+        self.answer = answer
+        self._copying = _copied_answer(answer)
+
+    def copy_some(self) -> bool:
+        """Go on; True when ``answer`` is the copy."""
+        try:
+            next(self._copying)
+        except StopIteration as end:
+            self.answer = end.value
+            return True
+        return False
+
+
+def _copied_answer(answer: wire.Answer) -> _Copying[wire.Answer]:
+    fields = []
+    for field in msgspec.structs.astuple(answer):
+        fields.append((yield from _copied(field)))  # noqa: PERF401 - a list cannot be made with yield
+    return type(answer)(*fields)
+
+
+def _copied(value: Any) -> _Copying[Any]:
+    if type(value) is dict:
+        copies = {}
+        for name, field in value.items():
+            copies[name] = yield from _copied(field)
+        return copies
+    if type(value) not in _COLUMNS:
+        return value
+    copy: list[Any] = []
+    for at in range(0, len(value), _AT_ONCE):
+        copy += msgspec.msgpack.decode(wire.encode(value[at : at + _AT_ONCE]))
+        yield
+    return copy
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What is encoded one after the other: of a dictionary what it holds, because that may be long."""
+    if type(value) is not dict or len(value) > 15:
+        yield value
+        return
+    yield msgspec.Raw(bytes([0x80 + len(value)]))
+    for name, field in value.items():
+        yield name
+        yield from _parts(field)

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from rlplane.control.clearing import Clearing
 from rlplane.control.losing import Losing
+from rlplane.control.marking import Marking
 from rlplane.control.requests import Effects, LostRows
 from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import DataPlaneError
-from rlplane.service.clients import PendingRequest
+from rlplane.service import protocol as wire
+from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.lost_rows import lost_rows
+from rlplane.service.naming import take_names
 from rlplane.storage.places import Loss
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ class LongWork(ABC):
 
     def __init__(self, requests: Iterable[PendingRequest]) -> None:
         self.requests = list(requests)
-        self.count = 0  # of samples
+        self.answer: int | bool = 0
 
     @abstractmethod
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
@@ -63,7 +66,7 @@ class ClearWork(LongWork):
             clearing = self._clearings[0]
             service.state.clear_some(clearing, effects)
             if clearing.is_over:
-                self.count += clearing.count
+                self.answer += clearing.count
                 del self._clearings[0]
         return not self._clearings
 
@@ -79,6 +82,37 @@ class UnclaimWork(LongWork):
         """See :class:`LongWork`."""
         service.state.unclaim_some(self._unclaiming, effects)
         return self._unclaiming.is_over
+
+
+class MarkWork(LongWork):
+    """Samples that somebody else chose, and that are marked as claimed."""
+
+    def __init__(self, request: PendingRequest, marking: Marking) -> None:
+        super().__init__([request])
+        self._marking = marking
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        service.state.mark_some(self._marking, effects)
+        self.answer = self._marking.is_marked
+        return self._marking.is_over
+
+    def give_up(self, service: ControlService) -> bool:
+        """See :class:`LongWork`."""
+        return True
+
+
+def mark_work(
+    service: ControlService, request: PendingRequest, held: Client, body: wire.MarkClaimed
+) -> LongWork:
+    """What a cursor that is moved by hand takes."""
+    if body.named is not None:
+        take_names(held, body)
+    if body.is_claimed:
+        return MarkWork(request, service.state.begin_mark(body.partition_id, body.task, body.ids))
+    work = UnclaimWork([request], service.state.begin_unmark(body.partition_id, body.task, body.ids))
+    work.answer = True
+    return work
 
 
 class LossWork(LongWork):
@@ -110,8 +144,8 @@ class LossWork(LongWork):
             left -= state.lose_some(self._losing, left, effects)
         if not self._losing.is_over:
             return False
-        self.count = self._losing.count
-        if self.count:
-            service.lost += self.count
-            logger.warning("%d samples were lost with the storage that had them", self.count)
+        self.answer = self._losing.count
+        if self.answer:
+            service.lost += self.answer
+            logger.warning("%d samples were lost with the storage that had them", self.answer)
         return True

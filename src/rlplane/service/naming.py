@@ -26,9 +26,12 @@ def names_of(held: Client, body: wire.Reserve) -> list[str]:
     return body.ids if body.named is None else held.named.get(body.named, ([], None))[0]
 
 
-def take_names(held: Client, body: wire.Commit | wire.Clear) -> None:
-    """Let a request have the samples that were named before it. Without them it is of none."""
+def take_names(held: Client, body: wire.Commit | wire.Clear | wire.MarkClaimed) -> None:
+    """Let a request have the samples that were named before it. A commit without them is of none, which is
+    refused where its place is given back."""
     assert body.named is not None
+    if not isinstance(body, wire.Commit) and body.named not in held.named:
+        raise InvalidRequestError(f"the names of the samples of a {type(body).__name__} have not come")
     body.ids, tags = held.named.pop(body.named, ([], None))
     if isinstance(body, wire.Commit):
         body.tags = tags

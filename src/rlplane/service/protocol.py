@@ -302,6 +302,7 @@ class MarkClaimed(_Request):
     task: str
     ids: list[str] | None
     is_claimed: bool
+    named: int | None = None
 
 
 class Inspect(_Request):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.arrays import in_pieces
 from rlplane.control.partition import Partition
 from rlplane.control.requests import Batch
 from rlplane.errors import InvalidRequestError
@@ -79,7 +80,11 @@ def _kinds(
     """By field, what its blocks hold: kind, dtype and shape of a row, each combination once."""
     kinds = {}
     for name, column in partition.columns.items():
-        numbers = np.unique(column.block[rows]).tolist()
+        # What came together is of one block: then few numbers are left to be sorted.
+        blocks = [column.block[at] for _, at in in_pieces(rows)]
+        numbers = np.unique(
+            np.concatenate([some[np.diff(some, prepend=-1) != 0] for some in blocks])
+        ).tolist()
         layouts = [service.table.blocks[number][2] for number in numbers if number >= 0]
         kinds[name] = list(dict.fromkeys((each.kind, each.dtype, each.shape) for each in layouts))
     return kinds

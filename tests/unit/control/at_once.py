@@ -9,7 +9,7 @@ from rlplane.control.requests import Effects
 from rlplane.control.state import ControlState
 from rlplane.control.unclaiming import Unclaiming
 
-__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "unclaim"]
+__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "mark", "unclaim", "unmark"]
 
 
 def clear(state: ControlState, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
@@ -43,6 +43,19 @@ def finish_claims(
 ) -> Effects:
     """That owner is done with these samples: they are not handed out again when it goes."""
     return _end(state, state.begin_unclaim(partition_id, task, ids, owner, is_finished=True))
+
+
+def unmark(state: ControlState, partition_id: str, task: str, ids: Sequence[str] | None) -> Effects:
+    """Move a task's cursor back by hand."""
+    return _end(state, state.begin_unmark(partition_id, task, ids))
+
+
+def mark(state: ControlState, partition_id: str, task: str, ids: Sequence[str] | None) -> bool:
+    """Move a task's cursor by hand past samples, if that can be done."""
+    marking = state.begin_mark(partition_id, task, ids)
+    while not marking.is_over:
+        state.mark_some(marking, Effects())
+    return marking.is_marked
 
 
 def _end(state: ControlState, unclaiming: Unclaiming) -> Effects:

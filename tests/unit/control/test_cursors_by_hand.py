@@ -59,11 +59,11 @@ def test_extending_makes_a_partition_that_is_not_there() -> None:
 def test_samples_that_were_marked_are_not_claimed_and_those_set_free_are_claimed_again() -> None:
     state = state_with_samples()
     assert claimed(state, 1) == ["a"]  # and there is a queue, in which the others are
-    marked, _ = state.mark_claimed("p", "train", ["b"], is_claimed=True)
+    marked = at_once.mark(state, "p", "train", ["b"])
     assert marked
     assert claimed(state) == ["c"]
     assert state.partition("p").consumed(["train"])
-    state.mark_claimed("p", "train", None, is_claimed=False)
+    at_once.unmark(state, "p", "train", None)
     assert not state.partition("p").consumed(["train"])
     assert sorted(claimed(state)) == IDS
 
@@ -72,7 +72,7 @@ def test_marking_is_refused_whole_when_one_sample_is_claimed_or_gone() -> None:
     state = state_with_samples()
     assert claimed(state, 1) == ["a"]
     for ids in (["a", "b"], ["b", "nobody"]):
-        assert state.mark_claimed("p", "train", ids, is_claimed=True)[0] is False
+        assert at_once.mark(state, "p", "train", ids) is False
     assert claimed(state) == ["b", "c"]
 
 
@@ -81,7 +81,7 @@ def test_a_claim_that_waits_gets_what_is_set_free() -> None:
     assert len(claimed(state)) == 3
     token: Any = object()
     assert not state.claim(Claim("p", "train", ["x"], 2, token=token), blocking=True).answers
-    _, effects = state.mark_claimed("p", "train", ["a", "c"], is_claimed=False)
+    effects = at_once.unmark(state, "p", "train", ["a", "c"])
     (answered, batch), *_ = effects.answers
     assert answered is token and isinstance(batch, Batch) and batch.ids == ["a", "c"]
 

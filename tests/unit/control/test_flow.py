@@ -565,7 +565,7 @@ def test_what_is_given_back_by_hand_and_has_become_too_old_is_not_handed_out() -
     assert claim(state, 2, task="train") == ["a", "b"]
     state.advance("p", 1)
     waits(state, "train", 1, "x")
-    assert not state.mark_claimed("p", "train", ["a"], is_claimed=False)[1].answers
+    assert not at_once.unmark(state, "p", "train", ["a"]).answers
     assert state.evicted("p").ids == ["a"]
 
 

@@ -49,7 +49,7 @@ changes = st.lists(
 )
 
 
-@given(changes, st.sampled_from(["claim", "peek", "names", "random"]))
+@given(changes, st.sampled_from(["claim", "peek", "names", "random", "inspect"]))
 def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
     history: list[tuple[str, list[str], int]], what: str
 ) -> None:
@@ -58,6 +58,9 @@ def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
     table = state.partition("p").table
     if what == "names":
         columns: list[Any] = [state.partition("p").names()]
+    elif what == "inspect":
+        seen = state.partition("p").inspect(rows)
+        columns = [seen["ids"], seen["tags"], seen["numbers"]]
     else:
         how: dict[str, Any] = {"order": "random:3"} if what == "random" else {}
         batch = state.peek("p") if what == "peek" else claim(state, **how)
@@ -91,6 +94,8 @@ def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
     assert sorted(ids) == sorted(IDS) and (what == "random" or ids == IDS)
     if what != "names":
         assert list(columns[1]) == [by_id[sample_id] for sample_id in ids]
+    if what == "inspect":
+        assert list(columns[2]) == list(range(len(IDS)))
 
 
 def test_a_table_forgets_who_reads_it_when_nobody_does_any_more() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tests.unit.control import at_once
 from tests.unit.control.histories import OWNER, History, tag_values
 
 from rlplane.control import staging
+from rlplane.control.fields import pieces_of
 from rlplane.control.requests import Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
@@ -28,8 +30,25 @@ class LongPut(History):
     def put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> None:
         self.state.put(_put(ids, {name: next(self.blocks) for name in fields}, tags))
 
-    def long_put(self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None) -> Put:
-        return _put(ids, {name: 1000 + at for at, name in enumerate(fields)}, tags)
+    def append(self, ids: list[str], fields: tuple[str, ...], finishes: bool) -> str | None:
+        put = _put(ids, {name: next(self.blocks) for name in fields}, None)
+        put.appends, put.finishes = True, finishes
+        return self.refusal(put)
+
+    def refusal(self, put: Put) -> str | None:
+        """Write a put, if it is not refused."""
+        try:
+            self.state.put(put)
+        except InvalidRequestError as error:
+            return str(error)
+        return None
+
+    def long_put(
+        self, ids: list[str], fields: tuple[str, ...], tags: list[int] | None, appends: bool, finishes: bool
+    ) -> Put:
+        put = _put(ids, {name: 1000 + at for at, name in enumerate(fields)}, tags)
+        put.appends, put.finishes = appends, finishes or not appends
+        return put
 
     def register(self, group_size: int | None) -> None:
         self.group_size = group_size
@@ -41,7 +60,13 @@ class LongPut(History):
     def picture(self) -> Any:
         partition = self.state.partition("p")
         rows = partition.live_rows(None)
-        places = {name: column.block[rows].tolist() for name, column in partition.columns.items()}
+        places = {
+            name: [
+                column.block[rows].tolist(),
+                *[np.array(part).tolist() for part in pieces_of(column, rows)],
+            ]
+            for name, column in partition.columns.items()
+        }
         counts = [self.count(value) for value in range(3)]
         assert sorted(partition.rows) == sorted(partition.names()) and len(rows) == self.state.live
         assert partition.rows.find(partition.names()) == rows.tolist()
@@ -66,6 +91,7 @@ tags_ = st.none() | st.lists(st.integers(0, 2), min_size=1, max_size=4)
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("put"), ids_, fields_, tags_),
+        st.tuples(st.just("append"), ids_, fields_, st.booleans()),
         st.tuples(
             st.just("claim"), st.just(("x",)), st.sampled_from([q[1] for q in QUEUES]), st.integers(1, 2)
         ),
@@ -91,7 +117,7 @@ def short_slices() -> Iterator[None]:
     steps=steps,
     begins=st.integers(0, 12),
     lasts=st.integers(3, 8),
-    what=st.tuples(st.permutations(IDS), fields_, tags_),
+    what=st.tuples(st.permutations(IDS), fields_, tags_, st.booleans(), st.booleans()),
     is_undone=st.booleans(),
     last=st.sampled_from(QUEUES),
 )
@@ -100,7 +126,7 @@ def test_what_happens_while_a_put_is_made_ready_is_as_if_it_came_before_it(
     steps: list[Any],
     begins: int,
     lasts: int,
-    what: tuple[list[str], tuple[str, ...], list[int] | None],
+    what: tuple[list[str], tuple[str, ...], list[int] | None, bool, bool],
     is_undone: bool,
     last: tuple[tuple[str, ...], str | None],
 ) -> None:
@@ -117,6 +143,11 @@ def test_what_happens_while_a_put_is_made_ready_is_as_if_it_came_before_it(
                 long.staged.make_some_ready()
             if at == ends and is_undone:
                 long.staged.undo()
+            elif at == ends and short.appends:
+                refused = sliced.refusal(long)
+                assert refused == at_once.refusal(short)
+                if refused is not None:
+                    long.staged.undo()
             elif at == ends:
                 assert sliced.state.put(long).freed == at_once.state.put(short).freed
     assert at_once.picture() == sliced.picture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from rlplane.control import snapshots, unclaiming
+from rlplane.control import clearing, snapshots, unclaiming
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
-from rlplane.service import in_process, long_answers
+from rlplane.service import in_process, long_answers, stall
 from rlplane.service import protocol as wire
+from rlplane.service.async_connection import AsyncConnection
 from rlplane.service.clients import PendingRequest
 from rlplane.service.in_process import InProcessConnection, LocalService
 from rlplane.storage.keyed import KeyedHost
@@ -399,3 +401,136 @@ def test_a_long_claim_that_is_interrupted_while_it_is_encoded_is_given_back(
         with pytest.raises(KeyboardInterrupt):
             mine.exchange(claim(3))
     assert ids_of(other.exchange(claim(3))) == ["a", "b", "c"]
+
+
+# On an event loop
+
+
+class Loop:
+    """A client on the running event loop, and how many turns others got on it."""
+
+    def __init__(self, service: LocalService) -> None:
+        self.owner = InProcessConnection(service)
+        self.connection = AsyncConnection(
+            self.owner, self.owner.open_channel(asyncio.get_running_loop()), ack_timeout_s=20.0
+        )
+        self.turns = 0
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.turns += 1
+            await asyncio.sleep(0)
+
+    async def turns_during(self, request: wire.Request) -> tuple[int, wire.Answer]:
+        before = self.turns
+        answer = await self.connection.exchange(request)
+        return self.turns - before, answer
+
+    async def close(self) -> None:
+        self._ticking.cancel()
+        await self.connection.close()
+
+
+@pytest.fixture
+def large() -> Iterator[LocalService]:
+    """A plane with 40 samples, of which some are very many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_answers, "_MANY", 1)
+        patch.setattr(long_answers, "_AT_ONCE", 2)
+        patch.setattr(snapshots, "_MANY", 1)
+        patch.setattr(clearing, "_SAMPLES_AT_ONCE", 2)
+        service = LocalService(1000, KeyedHost(LIMIT, lambda place: True))
+        connection = InProcessConnection(service)
+        connection.exchange(wire.Register(SPEC))
+        put(connection, *MANY)
+        connection.exchange(wire.Commit("p", 1, MANY, [], [], None, 0, 0.0, [{"n": 1}] * len(MANY)))
+        yield service
+        service.close()
+
+
+MANY = [f"s{number:02}" for number in range(40)]
+
+
+def test_a_loop_has_turns_for_others_while_a_long_answer_is_copied_and_answers_keep_their_order(
+    large: LocalService,
+) -> None:
+    async def run() -> None:
+        loop = Loop(large)
+        answered: list[int] = []
+
+        async def ask(number: int, request: wire.Request) -> Any:
+            answer: Any = await loop.connection.exchange(request)
+            answered.append(number)
+            return answer.value
+
+        requests: list[wire.Request] = [
+            wire.ListIds("p"),
+            wire.Count("p"),
+            wire.ListIds("p"),
+            wire.Count("p"),
+        ]
+        before = loop.turns
+        told = await asyncio.gather(*(ask(number, each) for number, each in enumerate(requests)))
+        assert told == [MANY, 40, MANY, 40] and answered == [0, 1, 2, 3]
+        assert loop.turns - before >= 2 * 20
+        claimed = await loop.connection.exchange(claim(40))
+        assert isinstance(claimed, wire.Claimed) and (claimed.ids, claimed.tags) == (MANY, [{"n": 1}] * 40)
+        await loop.close()
+
+    asyncio.run(run())
+
+
+def test_a_long_answer_that_another_thread_completes_is_copied_by_the_loop(large: LocalService) -> None:
+    async def run() -> None:
+        loop, other = Loop(large), InProcessConnection(large)
+        waiting = asyncio.ensure_future(loop.turns_during(claim(41)))
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: put(other, "last"))
+        turns, claimed = await waiting
+        assert ids_of(claimed) == [*MANY, "last"] and turns >= 20
+        await loop.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_loop_has_begun_is_done_in_its_turns_and_to_the_end_when_it_has_no_more(
+    large: LocalService,
+) -> None:
+    async def run() -> None:
+        loop = Loop(large)
+        turns, answer = await loop.turns_during(wire.Clear("p", MANY[:20]))
+        assert answer == wire.Done(20) and turns >= 9
+        cleared = asyncio.ensure_future(loop.connection.exchange(wire.Clear("p", MANY[20:])))
+        await asyncio.sleep(0)
+        assert large.has_work and 0 < large._service.state.live < 20
+        cleared.cancel()
+        await loop.close()
+        assert large._service.state.live == 0 and not large.has_work
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_request_that_is_cancelled_before_it_is_handled_takes_nothing(
+    large: LocalService, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    monkeypatch.setattr(stall, "_SHORT_S", -1.0)  # every look is a long one
+    request = claim(3)
+    request.where = {"n": 1}
+
+    async def run() -> None:
+        loop, before = Loop(large), large._service.requests
+        asked = asyncio.ensure_future(loop.connection.exchange(request))
+        await asyncio.sleep(0)
+        assert large._service.requests == before  # it is looked for
+        if is_cancelled:
+            asked.cancel()
+        else:
+            monkeypatch.undo()
+            assert len(ids_of(await asked)) == 3
+        assert await loop.connection.exchange(wire.Consumed("p", ["t"])) == wire.Done(False)
+        await loop.close()
+        assert large._service.state.partition("p").task("t").count == (0 if is_cancelled else 3)
+
+    asyncio.run(run())

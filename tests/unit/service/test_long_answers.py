@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from tests.unit.service.test_server import SPEC, RunningServer, address, plane, put, wait_until  # noqa: F401
 
 from rlplane.control import snapshots
+from rlplane.control.requests import Put
+from rlplane.control.rules import PartitionSpec
+from rlplane.control.state import ControlState
 from rlplane.service import long_answers
 from rlplane.service import protocol as wire
 from rlplane.service.framing import Inbox, message
@@ -35,6 +38,29 @@ def test_it_is_read_as_if_it_had_been_encoded_at_once(samples: list[Any], at_onc
         patch.setattr(long_answers, "_AT_ONCE", at_once)
         for answer in (wire.Done(ids), wire.Claimed(ids, tags, 0.5)):
             assert in_slices(answer)[0] == answer
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=5), TAGS), min_size=2, max_size=40),
+    st.lists(st.text(max_size=3), max_size=20, unique=True),
+    st.integers(1, 20),
+)
+def test_what_is_known_of_samples_is_read_as_if_it_had_been_encoded_at_once(
+    samples: list[tuple[str, Any]], fields: list[str], at_once: int
+) -> None:
+    state = ControlState()
+    state.register(PartitionSpec.checked("p", [f"x{name}" for name in fields], 0, ["t", "u"]))
+    by_id = dict(samples)
+    state.put(Put("p", [f"s{sample}" for sample in by_id], {}, list(by_id.values())))
+    partition = state.partition("p")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_answers, "_AT_ONCE", at_once)
+        at_once_told = wire.Done(partition.inspect(partition.live_rows(None)) | {"kinds": {"x": [("a", 1)]}})
+        patch.setattr(snapshots, "_MANY", 0)
+        answer = wire.Done(partition.inspect(partition.live_rows(None)) | {"kinds": {"x": [("a", 1)]}})
+        assert is_long_answer(answer) and not is_long_answer(at_once_told)
+        told, _ = in_slices(answer)
+    assert told == wire.answer_decoder.decode(wire.encode(at_once_told))
 
 
 def test_names_and_claims_of_many_samples_are_long_and_nothing_else_is() -> None:

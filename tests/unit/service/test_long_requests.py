@@ -9,7 +9,7 @@ import pytest
 from tests.unit.control.whole_state import dump_state
 from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
 
-from rlplane.control import clearing, loading, staging, unclaiming
+from rlplane.control import clearing, loading, marking, staging, unclaiming
 from rlplane.control.fields import FieldIndex
 from rlplane.control.loading import pieces_of
 from rlplane.control.requests import Put
@@ -24,7 +24,7 @@ from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
 from rlplane.service.recovery import JournaledHost, recover
 from rlplane.storage.keyed import KeyedHost
-from rlplane.storage.places import Loss
+from rlplane.storage.places import Layout, Loss
 from rlplane.storage.shm.arena import PAGE
 
 AT_ONCE = 4
@@ -35,6 +35,7 @@ IDS = [f"s{number}" for number in range(10 * AT_ONCE)]
 def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearing, "_SAMPLES_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(unclaiming, "_SAMPLES_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(marking, "_SAMPLES_AT_ONCE", AT_ONCE)
 
 
 @pytest.fixture
@@ -483,6 +484,57 @@ def test_a_service_that_dies_in_the_middle_of_a_long_put_goes_on_with_it(
     assert plane.ask(4, wire.ClaimRequest("p", "t", ["x"], 20, False, 0.0)).ids == MANY
 
 
+def begin_append(desk: Desk, ids: list[str], *, width: int = 1, finishes: bool = False) -> PendingRequest:
+    """Begin to append a turn of ``width`` bytes to the field x."""
+    place = desk.answers[desk.reserve(1, 1)].place
+    layout = Layout("dense", "torch.uint8", (2, width), len(ids), 2 * width * len(ids))
+    version = desk.service.state.partition("p").version
+    body = wire.Commit("p", version, ids, ["x"], [layout], place.number, layout.nbytes, FOREVER)
+    body.appends, body.finishes = True, finishes
+    return desk.post(1, body)
+
+
+def turns_of(desk: Desk, ids: list[str]) -> list[int]:
+    pieces = desk.service.state.locate("p", ids, ["x"])["x"]
+    return [1] * len(ids) if pieces.per_row is None else pieces.per_row.tolist()
+
+
+def test_a_long_append_is_there_at_once_and_every_turn_in_its_order(empty_desk: Desk) -> None:
+    desk = empty_desk
+    for turns in range(1, 4):
+        request = begin_append(desk, MANY, finishes=turns == 3)
+        while desk.service.has_work:
+            if turns > 1:
+                assert turns_of(desk, MANY) == [turns - 1] * len(MANY)
+            desk.service.go_on()
+        assert isinstance(desk.answers[request], wire.Done)
+        assert turns_of(desk, MANY) == [turns] * len(MANY)
+    assert desk.claimed(2, 20) == MANY
+    desk.post(1, wire.Clear("p", MANY))
+    work_off(desk)
+    assert desk.used == 0 and not desk.service.table.blocks
+
+
+@pytest.mark.parametrize("slices", range(4))
+@pytest.mark.parametrize("what", ["another kind", "finished"])
+def test_a_long_append_is_refused_whole_if_one_sample_cannot_take_it(
+    empty_desk: Desk, slices: int, what: str
+) -> None:
+    desk = empty_desk
+    request = begin_append(desk, MANY)
+    for _ in range(slices):
+        desk.service.go_on()
+    # Somebody else comes first, while it is made ready.
+    short = begin_append(
+        desk, MANY[-1:], width=2 if what == "another kind" else 1, finishes=what == "finished"
+    )
+    assert isinstance(desk.answers[short], wire.Done)
+    work_off(desk)
+    assert desk.answers[request].kind == "InvalidRequestError"
+    assert ("grows by tokens" if what == "another kind" else "is finished") in desk.answers[request].message
+    assert live(desk) == MANY[-1:] and turns_of(desk, MANY[-1:]) == [1] and desk.used == PAGE
+
+
 def test_what_a_very_long_put_was_made_of_is_freed_in_slices_after_it_is_answered(
     empty_desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -538,7 +590,17 @@ def test_names_that_come_twice_count_once_and_those_that_do_not_fit_are_refused(
     assert isinstance(desk.ask(1, wire.Naming(3, 5, IDS[5:6])), wire.Failure)
     assert isinstance(desk.ask(1, wire.Naming(3, 4, IDS[5:6], [{}])), wire.Failure)
     assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(4)
-    assert desk.ask(1, wire.Clear("p", [], 3)) == wire.Done(0)  # they are gone with the first
+    assert desk.ask(1, wire.Clear("p", [], 3)).kind == "InvalidRequestError"  # they are gone with the first
+
+
+def test_a_clear_whose_names_never_came_is_refused_and_clears_nothing(desk: Desk) -> None:
+    desk.ask(1, wire.Naming(3, 0, IDS[:2]))
+    refused = desk.ask(1, wire.Clear("p", [], 4))
+    assert refused.kind == "InvalidRequestError" and "have not come" in refused.message
+    assert desk.ask(2, wire.Clear("p", [], 3)).kind == "InvalidRequestError"  # another client's names
+    assert live(desk) == IDS
+    desk.ask(1, wire.Naming(5, 0, []))
+    assert desk.ask(1, wire.Clear("p", [], 5)) == wire.Done(0)  # none is as good a number as any
 
 
 def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: Desk) -> None:
@@ -556,3 +618,62 @@ def test_a_commit_without_its_names_is_refused_and_its_place_comes_back(desk: De
     desk.service.clients[1].abandoned.append(request.number + 1)
     assert isinstance(desk.ask(1, body), wire.Failure)
     assert desk.used == used and not desk.service.clients[1].named
+
+
+def mark(desk: Desk, ids: list[str]) -> PendingRequest:
+    """Mark samples as claimed by hand, which others have named before."""
+    for at in range(0, len(ids), AT_ONCE):
+        desk.ask(1, wire.Naming(7, at, ids[at : at + AT_ONCE]))
+    return desk.post(1, wire.MarkClaimed("p", "t", [], True, 7))
+
+
+def test_very_many_samples_are_marked_as_claimed_at_one_moment(desk: Desk) -> None:
+    request = mark(desk, IDS[2:])
+    for _ in range(8):
+        assert request not in desk.answers and desk.service.state.partition("p").task("t").count == 0
+        desk.service.go_on()
+    work_off(desk)
+    assert desk.answers[request] == wire.Done(True)
+    assert desk.claimed(2, len(IDS)) == IDS[:2]
+
+
+@pytest.mark.parametrize("slices", range(9))
+@pytest.mark.parametrize("what", ["claimed", "cleared", "written anew", "named twice", "dropped", "dies"])
+def test_none_is_marked_if_one_cannot_be(desk: Desk, slices: int, what: str) -> None:
+    request = mark(desk, [*IDS, IDS[0]] if what == "named twice" else IDS)
+    for _ in range(slices):
+        desk.service.go_on()
+    if what == "claimed":
+        assert desk.claimed(2, 1) == IDS[:1]
+    elif what == "dropped":
+        desk.post(0, wire.DropPartition("p"))
+    elif what == "dies":
+        desk.service.disconnect(1, died=True)
+    elif what != "named twice":
+        desk.ask(0, wire.Clear("p", [IDS[-1]]))
+        if what == "written anew":
+            desk.put(0, [IDS[-1]])
+    work_off(desk)
+    if what == "dies":
+        assert request not in desk.answers
+    else:
+        assert desk.answers[request] == wire.Done(False)
+    if what != "dropped":
+        left = [i for i in IDS if what == "named twice" or what == "dies" or i in live(desk)]
+        claimed = desk.claimed(2, len(IDS))
+        assert sorted(claimed) == sorted(left[1:] if what == "claimed" else left)
+
+
+def test_a_mark_whose_names_never_came_is_refused(desk: Desk) -> None:
+    assert desk.ask(1, wire.MarkClaimed("p", "t", [], True, 7)).kind == "InvalidRequestError"
+
+
+def test_a_cursor_is_moved_back_in_slices_and_the_order_is_that_of_the_claims(desk: Desk) -> None:
+    claimed = desk.claimed(2, 9) + desk.claimed(0, len(IDS))
+    request = desk.post(1, wire.MarkClaimed("p", "t", None, False))
+    desk.ask(0, wire.Clear("p", IDS[:1]))
+    again = desk.claimed(0, 2)  # while it goes on; they stay claimed
+    assert request not in desk.answers and again == claimed[-AT_ONCE:][:2]
+    work_off(desk)
+    assert desk.answers[request] == wire.Done(True)
+    assert desk.claimed(0, len(IDS)) == [i for i in claimed[1:] if i not in again]

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import clearing, snapshots, staging, unclaiming
+from rlplane.control import clearing, marking, snapshots, staging, unclaiming
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -30,7 +30,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import LossWork, UnclaimWork
+from rlplane.service.long_work import LossWork, MarkWork, UnclaimWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -52,6 +52,7 @@ def the_shortest_slices() -> Iterator[None]:
         patch.setattr(commits, "_MANY_SAMPLES", 2)
         patch.setattr(long_work, "_AT_ONCE", 3)
         patch.setattr(unclaiming, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(marking, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(commits, "_MANY_TO_FREE", 2)
         patch.setattr(staging, "_FREED_AT_ONCE", 2)
         patch.setattr(snapshots, "_MANY", 1)
@@ -114,8 +115,8 @@ class JournaledDesk:
             return
         kind = pick.choices(
             ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
-             "leave", "unreserve", "lose", "drop", "unclaim", "go on"],
-            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 2, 9 * self.service.has_work],
+             "leave", "unreserve", "lose", "drop", "unclaim", "mark", "go on"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 2, 1, 9 * self.service.has_work],
         )[0]  # fmt: skip
         ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
         more: dict[str, Any] = {}
@@ -150,6 +151,12 @@ class JournaledDesk:
                 self.ask(client, request, **more)
             case "unclaim":
                 self.ask(client, wire.Unclaim("p", pick.choice("tu"), ids, pick.random() < 0.3), **more)
+            case "mark":
+                mark = wire.MarkClaimed("p", pick.choice("tu"), ids, pick.random() < 0.6)
+                mark.ids, _, mark.named = self._named(client, ids, None)
+                if not mark.is_claimed and pick.random() < 0.5:
+                    mark.ids, mark.named = None, None
+                self.ask(client, mark, **more)
             case "drop":
                 self.ask(client, wire.DropPartition("p"), **more)
             case "go on":
@@ -265,7 +272,10 @@ def work_picture(work: Any) -> list[Any]:
     asked = [(request.client, request.number, request.remembered) for request in work.requests]
     if isinstance(work, UnclaimWork):
         ending = work._unclaiming
-        return [asked, list(ending._ids), ending._at, ending._owner, ending._before, ending.is_finished]
+        return [asked, list(ending._which), ending._at, ending._owner, ending._before, ending.is_finished]
+    if isinstance(work, MarkWork):
+        marking = work._marking
+        return [asked, marking._ids, marking._rows.tolist(), marking._serials.tolist()]
     if isinstance(work, PutWork):
         staged = work._staging
         return [

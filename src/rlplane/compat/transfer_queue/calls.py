@@ -7,7 +7,7 @@ not listed. An index is the number that a partition gives to each of its samples
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from rlplane.errors import (
 )
 from rlplane.interfaces import DEFAULT_TIMEOUT_S
 from rlplane.service import protocol as wire
+from rlplane.service.parts import in_parts
 from rlplane.storage.objects import open_tags
 
 HIDDEN = "__transfer_queue__"
@@ -106,26 +107,48 @@ def inspect(
     numbers: list[int] | None = None,
 ) -> Call[Inspected]:
     """What is known of these samples, named by ids or by numbers (None: of all), leaving out those that are
-    not there."""
-    seen: dict[str, Any] = {"ids": [], "numbers": [], "tags": [], "fields": {}, "tasks": {}}
+    not there. All are looked at at one moment; of very many that are named, some at a time."""
+    parts = []
     try:
-        seen = (yield from ask(wire.Inspect(partition_id, ids, with_kinds, numbers), wire.Done)).value
+        for request in _inspections(partition_id, ids, with_kinds, numbers):
+            answer = yield from ask(request, wire.Done)
+            parts.append(answer.value)
     except UnknownPartitionError:
-        pass
-    masks = {
-        what: {name: np.frombuffer(mask, bool) for name, mask in seen[what].items()}
-        for what in ("fields", "tasks")
-    }
-    tags = open_tags(seen["tags"], allow_pickle=True)
-    return Inspected(
-        partition_id,
-        seen["ids"],
-        seen["numbers"],
-        tags,
-        masks["fields"],
-        masks["tasks"],
-        seen.get("kinds", {}),
+        parts = []
+    return _joined(partition_id, parts)
+
+
+def _inspections(
+    partition_id: str, ids: list[str] | None, with_kinds: bool, numbers: list[int] | None
+) -> Iterator[wire.Inspect]:
+    if numbers is not None:
+        for some in in_parts(numbers):
+            yield wire.Inspect(partition_id, None, with_kinds, some)
+    elif ids is None:
+        yield wire.Inspect(partition_id, None, with_kinds)
+    else:
+        for part in in_parts(list(dict.fromkeys(ids))):
+            yield wire.Inspect(partition_id, part, with_kinds)
+
+
+def _joined(partition_id: str, parts: Sequence[dict[str, Any]]) -> Inspected:
+    """What several answers have told, as if it had been one."""
+    ids, numbers, tags = (
+        [each for part in parts for each in part[what]] for what in ("ids", "numbers", "tags")
     )
+    masks: dict[str, dict[str, NDArray[np.bool_]]] = {"fields": {}, "tasks": {}}
+    for what, by_name in masks.items():
+        for name in dict.fromkeys(name for part in parts for name in part[what]):
+            # One that came meanwhile is not in those before.
+            of_parts = [part[what].get(name, bytes(len(part["ids"]))) for part in parts]
+            by_name[name] = np.frombuffer(b"".join(of_parts), bool)
+    kinds: dict[str, list[tuple[str, str, Sequence[int]]]] = {}
+    for part in parts:
+        for name, found in part.get("kinds", {}).items():
+            known = kinds.setdefault(name, [])
+            known += [kind for kind in found if kind not in known]
+    tags = open_tags(tags, allow_pickle=True)
+    return Inspected(partition_id, ids, numbers, tags, masks["fields"], masks["tasks"], kinds)
 
 
 def list_partitions(plane: PlaneCalls, link: Link) -> Call[list[str]]:
@@ -504,7 +527,7 @@ def take_first(
     except ClaimTimeoutError:
         return BatchMeta.empty()
     # To be given is to have consumed, also for a process that ends: so it is in TransferQueue.
-    yield from ask(wire.Unclaim(partition_id, task_name, claimed.ids, is_finished=True), wire.Done)
+    yield from many.unclaim(partition_id, task_name, claimed.ids, is_finished=True)
     seen = yield from inspect(plane, link, partition_id, claimed.ids, with_kinds=True)
     return seen.meta(names)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rlplane.adapters import many
 from rlplane.adapters.calls import PlaneCalls
 from rlplane.adapters.link import Link
 from rlplane.adapters.steps import Call, Undo, ask
@@ -59,7 +60,7 @@ def choose(
         free = set(numbers[~claimed].tolist())
         taken = [ids[index] for index in consumed if index in free]
         if taken:
-            yield from ask(wire.MarkClaimed(partition_id, task_name, taken, True), wire.Done)
+            yield from many.mark_claimed(partition_id, task_name, taken)
         if not chosen:
             return BatchMeta.empty()
         picked = yield from calls.inspect(
