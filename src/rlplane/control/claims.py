@@ -263,9 +263,10 @@ class Claims:
         takes of a batch, and how many samples or groups it is."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
-            return len(table.rows) - task.count, len(table.rows) - task.count
+            left = len(table.rows) - task.settled
+            return left, left
         unclaimed = table.live_rows(None) if step is None else self._flow_control.rows_of_step(step)
-        unclaimed = unclaimed[~task.claimed[unclaimed]]
+        unclaimed = unclaimed[~task.keeps(unclaimed)]
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
             return len(rows), len(rows)

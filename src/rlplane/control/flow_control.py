@@ -54,7 +54,7 @@ class FlowControl:
         # Its missing prompts may never come.
         admitting = self._cursors.tasks[policy.admitting_task]
         may_come = not self._table.finished and self._table.written != self._table.spec.num_samples
-        return not may_come and admitting.count >= len(self._table.rows)
+        return not may_come and admitting.settled >= len(self._table.rows)
 
     def note_claim(self, task: TaskCursor, rows: Rows) -> None:
         """Rows were claimed: for generation they get tickets, for training they use them."""

@@ -411,7 +411,7 @@ class Partition:
         chosen = [self.task(name) for name in tasks]
         if not self.table.written and not self.rows:
             return False
-        return all(task.count == len(self.rows) for task in chosen)
+        return all(task.settled == len(self.rows) for task in chosen)
 
     def status(self, now: float) -> dict[str, Any]:
         """The counts of ``DataPlaneClient.partition_status``."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rlplane.control.clearing import Clearing
+from rlplane.control.leaving import Leaving
 from rlplane.control.losing import Losing
 from rlplane.control.requests import Effects, LostRows
 from rlplane.control.unclaiming import Unclaiming
@@ -79,6 +80,19 @@ class UnclaimWork(LongWork):
         """See :class:`LongWork`."""
         service.state.unclaim_some(self._unclaiming, effects)
         return self._unclaiming.is_over
+
+
+class LeaveWork(LongWork):
+    """What a client held that is gone."""
+
+    def __init__(self, leaving: Leaving) -> None:
+        super().__init__([])
+        self._leaving = leaving
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        service.state.release_some(self._leaving, effects)
+        return self._leaving.is_over
 
 
 class LossWork(LongWork):

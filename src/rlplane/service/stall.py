@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from rlplane.control.conditions import Look
+from rlplane.control.looking_ahead import look_for, look_for_claim, sorts_many
 from rlplane.control.requests import Claim
 from rlplane.control.state import ControlState
 from rlplane.errors import DataPlaneError
@@ -54,14 +55,14 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
     try:
         match request:
             case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
-                where or state.sorts_many(partition_id, task, fields, order)
+                where or sorts_many(state, partition_id, task, fields, order)
             ):
                 claim = Claim(partition_id, task, fields, size, where, order=order)
-                looks = state.look_for_claim(claim)
+                looks = look_for_claim(state, claim)
             case wire.Peek(partition_id, where, order=order) if where or order:
-                looks = state.look_for(partition_id, where, order)
+                looks = look_for(state, partition_id, where, order)
             case wire.Count(partition_id, where) if where:
-                looks = state.look_for(partition_id, where)
+                looks = look_for(state, partition_id, where)
             case _:
                 return None
     except DataPlaneError:

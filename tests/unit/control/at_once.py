@@ -1,4 +1,5 @@
-"""What the service does in slices, in one go: a clear, the drop of a partition, the end of a claim."""
+"""What the service does in slices, in one go: a clear, the drop of a partition, the end of a claim, the
+death of a client."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from rlplane.control.requests import Effects
 from rlplane.control.state import ControlState
 from rlplane.control.unclaiming import Unclaiming
 
-__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "unclaim"]
+__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "release_owner", "unclaim"]
 
 
 def clear(state: ControlState, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
@@ -43,6 +44,14 @@ def finish_claims(
 ) -> Effects:
     """That owner is done with these samples: they are not handed out again when it goes."""
     return _end(state, state.begin_unclaim(partition_id, task, ids, owner, is_finished=True))
+
+
+def release_owner(state: ControlState, owner: int) -> tuple[int, Effects]:
+    """Forget a client that is gone; also returns how many samples come back."""
+    leaving, effects = state.begin_release(owner)
+    while not leaving.is_over:
+        state.release_some(leaving, effects)
+    return leaving.count, effects
 
 
 def _end(state: ControlState, unclaiming: Unclaiming) -> Effects:

@@ -102,7 +102,7 @@ def test_claims_of_a_dead_trainer_that_have_become_too_old_are_evicted() -> None
     assert claim(state, 2, task="train", owner=7) == ["a", "b"]
     state.advance("p", 1)
     assert state.count("p") == 2
-    assert state.release_owner(7)[0] == 2
+    assert at_once.release_owner(state, 7)[0] == 2
     assert claim(state, 9, task="train") == ["b"]
     assert state.evicted("p").ids == ["a"] and state.partition("p").flow.evicted == {"stale": 1}
 
@@ -149,7 +149,7 @@ def test_a_prompt_of_a_dead_rollout_is_handed_out_again_and_counted_once(kind: s
     write(state, "abc", "x")
     assert claim(state, 9, task="rollout", owner=5) == ["a", "b"]
     assert claim(state, 9, task="rollout") == []
-    state.release_owner(5)
+    at_once.release_owner(state, 5)
     assert claim(state, 9, task="rollout") == ["a", "b"]
     assert state.partition("p").flow.admitted == 2
 
@@ -160,7 +160,7 @@ def test_a_step_that_a_dead_trainer_had_is_trained_before_the_next() -> None:
     claim(state, 4, task="rollout")
     write(state, "abcd", "y")
     assert claim(state, 2, "y", task="train", owner=3) == ["a", "b"]
-    state.release_owner(3)
+    at_once.release_owner(state, 3)
     assert claim(state, 9, "y", task="train") == ["a", "b"]
     assert claim(state, 9, "y", task="train") == ["c", "d"]
 
@@ -228,7 +228,7 @@ def test_random_steps_of_a_window_never_hand_out_what_is_too_old() -> None:
             assert all(tags["weight_version"] >= version - 2 for tags in batch.tags)
             claimed += len(batch.ids)
             if random.random() < 0.3:
-                claimed -= state.release_owner(step)[0]
+                claimed -= at_once.release_owner(state, step)[0]
     evicted = state.partition("p").flow.evicted["stale"]
     assert evicted and claimed == state.partition("p").tasks["train"].count and evicted + state.live == 800
 
@@ -266,7 +266,7 @@ def test_what_a_dead_worker_left_of_a_group_is_handed_out_again_and_finishes_it(
     write(state, GROUP, "x")
     assert claim(state, 4, task="rollout", owner=1) == GROUP
     write(state, GROUP[:2], "y", owner=1)
-    assert state.release_owner(1)[0] == 2
+    assert at_once.release_owner(state, 1)[0] == 2
     assert claim(state, 4, task="rollout", owner=2) == GROUP[2:]
     write(state, GROUP[2:], "y", owner=2)
     assert claim(state, 4, "y", task="train") == GROUP
@@ -280,11 +280,11 @@ def test_what_is_left_of_a_group_counts_as_a_group_and_survives_another_death_an
     claim(state, 8, task="rollout", owner=1)
     assert not state.claim(waiting, blocking=True)
     write(state, [*GROUP[:3], "b_g0", "b_g1", "b_g2", "b_g3"], "y", owner=1)
-    ((token, batch),) = state.release_owner(1)[1].answers
+    ((token, batch),) = at_once.release_owner(state, 1)[1].answers
     assert token == "w" and isinstance(batch, Batch) and batch.ids == ["a_g3"]
     back = saved_and_loaded(state, release_claims=True)
     assert claim(back, 4, task="rollout") == ["a_g3"]
-    state.release_owner(3)
+    at_once.release_owner(state, 3)
     assert claim(saved_and_loaded(state), 4, task="rollout") == ["a_g3"]
     assert claim(state, 4, task="rollout", owner=4) == ["a_g3"]
 
@@ -374,7 +374,7 @@ def test_a_dead_rank_gives_nothing_back_and_a_load_keeps_the_parts() -> None:
     state = plane()
     write(state, "abcdef", "x")
     first = ids_of(part(state, 0, "1", owner=7))
-    assert state.release_owner(7)[0] == 0
+    assert at_once.release_owner(state, 7)[0] == 0
     for which in (state, saved_and_loaded(state, release_claims=True)):
         assert ids_of(part(which, 0, "1", owner=8)) == first
         assert sorted(first + ids_of(part(which, 1, "1"))) == list("abcd")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import clearing, snapshots, staging, unclaiming
+from rlplane.control import clearing, leaving, snapshots, staging, unclaiming
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -30,7 +30,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import LossWork, UnclaimWork
+from rlplane.service.long_work import LeaveWork, LossWork, UnclaimWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -52,6 +52,7 @@ def the_shortest_slices() -> Iterator[None]:
         patch.setattr(commits, "_MANY_SAMPLES", 2)
         patch.setattr(long_work, "_AT_ONCE", 3)
         patch.setattr(unclaiming, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(leaving, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(commits, "_MANY_TO_FREE", 2)
         patch.setattr(staging, "_FREED_AT_ONCE", 2)
         patch.setattr(snapshots, "_MANY", 1)
@@ -266,6 +267,11 @@ def work_picture(work: Any) -> list[Any]:
     if isinstance(work, UnclaimWork):
         ending = work._unclaiming
         return [asked, list(ending._ids), ending._at, ending._owner, ending._before, ending.is_finished]
+    if isinstance(work, LeaveWork):
+        held = [
+            (part.spec.partition_id, task.name, rows.tolist()) for part, task, rows in work._leaving._held
+        ]
+        return [held, work._leaving.count]
     if isinstance(work, PutWork):
         staged = work._staging
         return [
