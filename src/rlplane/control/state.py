@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.advancing import Advancing
 from rlplane.control.clearing import Clearing
 from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import Pieces
@@ -98,9 +99,7 @@ class ControlState:
             return effects
         effects.answers.extend((claim.token, error) for claim, error in partition.register(spec))
         self._refuse_invalid_puts(partition, effects)
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
-        self._answer_claims(partition, effects)
-        self._retry_puts(effects)
+        self.advance_some(Advancing(partition, partition.flow.version), effects)
         return effects
 
     def put(self, put: Put) -> Effects:
@@ -232,20 +231,29 @@ class ControlState:
             self._answer_claims(partition, effects)
             self._retry_puts(effects)
 
-    def advance(self, partition_id: str, version: int) -> Effects:
-        """The trainer has published weights: what is too old now is evicted, and the gate opens."""
+    def begin_advance(self, partition_id: str, version: int | None = None) -> Advancing:
+        """The trainer has published weights: with :meth:`advance_some`, a slice at a time, what is too old
+        then is evicted, and the gate opens. Without a version, for what has become too old otherwise."""
         partition = self.partition(partition_id)
+        if version is None:
+            version = partition.flow.version
         if type(version) is not int or not partition.flow.version <= version < 2**63:
             raise InvalidRequestError(
                 f"version {version!r} of partition {partition_id!r} is not an integer of at least "
                 f"{partition.flow.version}, which it has now"
             )
-        effects = Effects()
-        partition.flow.version = version
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        return Advancing(partition, version)
+
+    def advance_some(self, advancing: Advancing, effects: Effects) -> None:
+        """Go on with a new version, until it is over."""
+        partition = advancing.partition
+        if self.partitions.get(partition.spec.partition_id) is not partition:
+            advancing.is_over = True  # it was dropped meanwhile
+            return
+        for rows in advancing.next_rows():
+            self._evict(partition, rows, STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
-        return effects
 
     def begin_lose(self, lost: LostRows, refusal: DataPlaneError, effects: Effects) -> Losing:
         """Bytes are gone: samples that had some there are evicted or, if their partition wants to keep them,
@@ -369,7 +377,7 @@ class ControlState:
             cursor.owner[rows] = NOBODY
             return
         partition.cursors.put_back(cursor, rows)
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
 
@@ -388,7 +396,7 @@ class ControlState:
             cursor.take(rows, NOBODY)
         else:
             partition.cursors.put_back(cursor, rows)
-            self._evict(partition, partition.flow_control.stale(), STALE, effects)
+            self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
         return True, effects
@@ -438,7 +446,7 @@ class ControlState:
         for partition, task, rows in leaving.next_rows():
             if self.partitions.get(partition.spec.partition_id) is partition:  # or it was dropped meanwhile
                 partition.cursors.put_back(task, rows)
-                self._evict(partition, partition.flow_control.stale(rows.tolist()), STALE, effects)
+                self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
                 touched.append(partition)
         return list(dict.fromkeys(touched))
 
@@ -502,7 +510,7 @@ class ControlState:
             partition.release_rows(blocks, positions, effects)
         if put.tags is not None and partition.spec.flow is not None:
             rows = partition.live_rows(put.ids) if put.staged is None else put.staged.rows
-            self._evict(partition, partition.flow_control.stale(rows.tolist()), STALE, effects)
+            self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:

@@ -38,7 +38,7 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import ClearWork, LeaveWork, LongWork, LossWork, UnclaimWork
+from rlplane.service.long_work import AdvanceWork, ClearWork, LeaveWork, LongWork, LossWork, UnclaimWork
 from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reads import locate
@@ -289,14 +289,15 @@ class ControlService:
                 return None
             case wire.Register(spec, extend):
                 self.carry_out(self.state.register(spec, extend=extend))
-                return wire.Done()
+                self.begin(AdvanceWork(request, [self.state.begin_advance(spec.partition_id)]))
+                return None
             case wire.MarkClaimed(partition_id, task, ids, is_claimed):
                 marked, effects = self.state.mark_claimed(partition_id, task, ids, is_claimed=is_claimed)
                 self.carry_out(effects)
                 return wire.Done(marked)
             case wire.Advance(partition_id, version):
-                self.carry_out(self.state.advance(partition_id, version))
-                return wire.Done()
+                self.begin(AdvanceWork(request, [self.state.begin_advance(partition_id, version)]))
+                return None
             case wire.CloseGroup(partition_id, group, reason, fields):
                 left, effects = self.state.close_group(partition_id, group, reason, fields)
                 self.send(request, wire.Done(left))
@@ -369,7 +370,7 @@ class ControlService:
         effects = Effects()
         if work.do_slice(self, effects):
             for request in work.requests:
-                self.send(request, wire.Done(work.count))
+                self.send(request, wire.Done(work.value))
         else:
             self.work.append(work)
         self.carry_out(effects)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rlplane.control.advancing import Advancing
 from rlplane.control.clearing import Clearing
 from rlplane.control.leaving import Leaving
 from rlplane.control.losing import Losing
@@ -43,6 +44,11 @@ class LongWork(ABC):
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
         """Go on; True when nothing is left to do."""
 
+    @property
+    def value(self) -> int | None:
+        """What the requests are answered."""
+        return self.count
+
     def give_up(self, service: ControlService) -> bool:
         """Nobody waits for it any more; False if it is done to its end all the same."""
         return False
@@ -67,6 +73,43 @@ class ClearWork(LongWork):
                 self.count += clearing.count
                 del self._clearings[0]
         return not self._clearings
+
+
+class AdvanceWork(LongWork):
+    """New versions of partitions."""
+
+    def __init__(self, request: PendingRequest, advancings: list[Advancing]) -> None:
+        super().__init__([request])
+        self._advancings = advancings
+
+    @property
+    def value(self) -> None:
+        """See :class:`LongWork`."""
+        return None
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        while self._advancings:
+            advancing = self._advancings[0]
+            service.state.advance_some(advancing, effects)
+            if not advancing.is_over:
+                return False
+            del self._advancings[0]
+        return True
+
+
+class RestoreWork(ClearWork):
+    """A plane that was replaced by a checkpoint, some of which may be too old to be handed out again."""
+
+    def __init__(
+        self, request: PendingRequest, clearings: list[Clearing], advancings: list[Advancing]
+    ) -> None:
+        super().__init__(request, clearings)
+        self._advance = AdvanceWork(request, advancings)
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        return self._advance.do_slice(service, effects) and super().do_slice(service, effects)
 
 
 class UnclaimWork(LongWork):

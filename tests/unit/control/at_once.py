@@ -10,7 +10,7 @@ from rlplane.control.requests import Effects
 from rlplane.control.state import ControlState
 from rlplane.control.unclaiming import Unclaiming
 
-__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "release_owner", "unclaim"]
+__all__ = ["advance", "clear", "clear_written_by", "drop", "finish_claims", "release_owner", "unclaim"]
 
 
 def clear(state: ControlState, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
@@ -52,6 +52,14 @@ def release_owner(state: ControlState, owner: int) -> tuple[int, Effects]:
     while not leaving.is_over:
         state.release_some(leaving, effects)
     return leaving.count, effects
+
+
+def advance(state: ControlState, partition_id: str, version: int) -> Effects:
+    """The trainer has published weights: what is too old now is evicted, and the gate opens."""
+    advancing, effects = state.begin_advance(partition_id, version), Effects()
+    while not advancing.is_over:
+        state.advance_some(advancing, effects)
+    return effects
 
 
 def _end(state: ControlState, unclaiming: Unclaiming) -> Effects:

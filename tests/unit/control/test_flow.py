@@ -100,7 +100,7 @@ def test_claims_of_a_dead_trainer_that_have_become_too_old_are_evicted() -> None
     state = flow("windowed", max_staleness=0)
     write(state, "ab", "x", tags=versions(0, 1))
     assert claim(state, 2, task="train", owner=7) == ["a", "b"]
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     assert state.count("p") == 2
     assert at_once.release_owner(state, 7)[0] == 2
     assert claim(state, 9, task="train") == ["b"]
@@ -112,7 +112,7 @@ def test_an_eviction_frees_blocks_and_lets_a_put_in_that_waited() -> None:
     state.register(PartitionSpec.checked("p", ["x"], 9, ["train"], flow=FlowPolicy.windowed(0)))
     state.put(Put("p", ["a"], {"x": -7}, versions(0)))
     assert not state.put(Put("p", ["b"], {"x": -2}, versions(1), token="waits"))
-    effects = state.advance("p", 1)
+    effects = at_once.advance(state, "p", 1)
     assert effects.answers == [("waits", None)] and effects.freed == [-7]
     assert state.live == 1 and state.blocks() == {-2: 1}
 
@@ -123,7 +123,7 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
     state.capacity = 1
     write(state, "a", "x")
     claim(state, 1, task="train", owner=1)
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     write(state, "b", "x", token="waits")
     old = Put("p", ["a"], {}, [{"weight_version": 0}], token="old")
     if how == "a write":
@@ -138,7 +138,7 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
 def test_a_registration_with_a_tighter_bound_evicts_at_once() -> None:
     state = flow("windowed", max_staleness=5)
     write(state, "ab", "x", tags=versions(0, 3))
-    state.advance("p", 4)
+    at_once.advance(state, "p", 4)
     state.register(PartitionSpec.checked("p", ["x", "y"], 9, ROLES, flow=FlowPolicy.windowed(1)))
     assert claim(state, 9, task="train") == ["b"]
 
@@ -179,7 +179,7 @@ def test_a_step_of_any_size_is_admitted_and_trained_whole() -> None:
     ids = [f"s{number}" for number in range(200)]
     write(state, ids, "x")
     for version, of_step in enumerate((ids[:100], ids[100:])):
-        state.advance("p", version)
+        at_once.advance(state, "p", version)
         assert claim(state, 200, task="rollout") == of_step
         assert claim(state, 100, task="train") == of_step
 
@@ -202,7 +202,7 @@ def test_a_dump_keeps_the_policy_and_all_that_it_counts(kind: str) -> None:
     claim(state, 4, task="rollout", owner=1)
     claim(state, 1, task="train", owner=2)
     at_once.clear(state, "p", ["b"])
-    state.advance("p", 2)
+    at_once.advance(state, "p", 2)
     back = saved_and_loaded(state)
     before, after = state.partition("p"), back.partition("p")
     for task in ROLES:
@@ -221,7 +221,7 @@ def test_random_steps_of_a_window_never_hand_out_what_is_too_old() -> None:
         write(state, [f"p{step}_g0", f"p{step}_g1"], "x", tags=tags)
         if random.random() < 0.3:
             version += 1
-            state.advance("p", version)
+            at_once.advance(state, "p", version)
         if random.random() < 0.4:
             ((_, batch),) = state.claim(Claim("p", "train", ["x"], 4, owner=step), blocking=False).answers
             assert isinstance(batch, Batch)
@@ -455,7 +455,7 @@ def test_steps_in_order_neither_end_early_nor_short_when_the_flow_is_finished() 
     assert claim(state, 9, task="rollout") == ["b"]
     assert [ids.ids for token, ids in write(state, "b", "y") if token == "w"] == [["a", "b"]]
     at_once.clear(state, "p", ["a", "b"])
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     assert claim(state, 9, task="rollout") == ["c"]
     write(state, "c", "y")
     assert ids_of(state.claim(Claim("p", "train", ["y"], 2), blocking=True).answers) == ["c"]
@@ -534,7 +534,7 @@ def test_what_is_given_back_by_hand_and_has_become_too_old_is_not_handed_out() -
     state = flow("windowed", max_staleness=0)
     write(state, "ab", "x", tags=[{"weight_version": 0}] * 2)
     assert claim(state, 2, task="train") == ["a", "b"]
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     waits(state, "train", 1, "x")
     assert not state.mark_claimed("p", "train", ["a"], is_claimed=False)[1].answers
     assert state.evicted("p").ids == ["a"]
@@ -579,11 +579,11 @@ def test_what_is_ready_when_it_is_admitted_wakes_the_trainer(tasks: list[str], b
     write(state, "a", "x", "y")
     waits(state, "train", 1, "y")
     if by == "claim":
-        state.advance("p", 1)
+        at_once.advance(state, "p", 1)
         answers = state.claim(Claim("p", "rollout", ["x"], 1), blocking=False).answers
     else:
         waits(state, "rollout", 1, "x", token="rollout")
-        answers = state.advance("p", 1).answers
+        answers = at_once.advance(state, "p", 1).answers
     assert got(answers) == [["a"]]
 
 

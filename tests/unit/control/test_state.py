@@ -754,7 +754,7 @@ def test_a_registration_that_refuses_the_first_waiting_put_lets_the_next_one_in(
 
 def test_a_registration_whose_bound_evicts_samples_makes_room_for_a_waiting_put() -> None:
     state = plane(capacity=1, consumer_tasks=["train"])
-    state.advance("p", 3)
+    at_once.advance(state, "p", 3)
     state.put(Put("p", ["old"], {}, [{"weight_version": 1}], token="there"))
     state.put(Put("p", ["new"], {}, [{"weight_version": 3}], token="waits"))
     flow = {"kind": "windowed", "max_staleness": 1}
