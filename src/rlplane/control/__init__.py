@@ -11,10 +11,13 @@ partition.py   one partition: registering, writing, removing, and the parts that
   claims.py         how claims are answered, those that wait among them
   flow_control.py   its flow policy, applied to rows
   looking.py        questions that change nothing
+looking_ahead.py  what is looked at before a request, in pieces
 staging.py     a put of many samples, made ready a slice at a time
 clearing.py    a clear of many samples, a slice at a time
 marking.py     many samples that are marked as claimed by hand, found a slice at a time
 unclaiming.py  the end of a claim of many samples, a slice at a time
+leaving.py     what a client held that is gone, given back a slice at a time
+advancing.py   a new version, and what it makes too old, a slice at a time
 snapshots.py   ids and tags of many samples at one moment, read a slice at a time
 losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
@@ -26,6 +29,7 @@ ordered_rows.py  samples in another order
 flow.py        what a partition remembers for its flow policy
 steps.py       batches that data-parallel ranks share
 tag_index.py   rows by the value of a tag, for tags that are asked for
+versions.py    the version of each row, for policies that evict by it
 conditions.py  which rows satisfy the conditions that were asked for
 line.py        the order in which requests that wait for room get it
 policies.py    FlowPolicy, and the decisions of flow control: age, admission, order

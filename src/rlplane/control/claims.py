@@ -244,7 +244,7 @@ class Claims:
         if not is_last:
             return 0
         left = 0
-        is_all = match is None and queue.ready == len(self._table.rows) - task.count
+        is_all = match is None and queue.ready == len(self._table.rows) - task.settled
         for room, _ in () if is_all else self._remaining(task, match, step):
             left += room
             if left > ready:
@@ -288,13 +288,14 @@ class Claims:
         takes of a batch, and how many samples or groups it is; in parts, so that one can stop early."""
         table, size = self._table, self._table.spec.group_size
         if match is None and not size:
-            yield len(table.rows) - task.count, len(table.rows) - task.count
+            left = len(table.rows) - task.settled
+            yield left, left
             return
         if step is None:
-            unclaimed = np.flatnonzero((table.serial >= 0) & ~task.claimed)
+            unclaimed = np.flatnonzero(table.serial >= 0)
         else:
             unclaimed = self._flow_control.rows_of_step(step)
-            unclaimed = unclaimed[~task.claimed[unclaimed]]
+        unclaimed = unclaimed[~task.keeps(unclaimed)]
         rows = unclaimed if match is None else unclaimed[match(unclaimed)]
         if not size:
             yield len(rows), len(rows)
@@ -306,7 +307,7 @@ class Claims:
             groups = table.groups[rows[at : at + _LOOKED_AT_ONCE]]
             names = [n for n in dict.fromkeys(groups[starts_of_runs(groups)].tolist()) if n not in seen]
             seen.update(names)
-            counts = self._groups.count(names, is_left)
+            counts = self._groups.count(names, is_left.__getitem__)
             if not (self._groups.sizes or self._groups.clocks or task.kept):  # as it mostly is
                 whole = sum(count // size for count in counts)
                 yield whole * size, whole * (size if in_samples else 1)

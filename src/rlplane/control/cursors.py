@@ -20,7 +20,7 @@ from rlplane.control.making import GroupsInMaking
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
 from rlplane.control.queues import ReadyQueue, RowQueue
-from rlplane.control.requests import NOBODY, Claim
+from rlplane.control.requests import LEAVING, NOBODY, Claim
 from rlplane.control.samples import STAMP_BITS, SampleTable
 from rlplane.errors import UnknownTaskError
 
@@ -44,6 +44,7 @@ class TaskCursor:
         "claimed",
         "claims",
         "count",
+        "is_returning",
         "kept",
         "last",
         "name",
@@ -63,6 +64,7 @@ class TaskCursor:
         # Who holds an unfinished claim on a row, and in which order it was made.
         self.owner = filled(size, np.int64, NOBODY)
         self.sequence = filled(size, np.int64, 0)
+        self.is_returning = False  # whether some of what is claimed is about to come back
         # How often a row was claimed by claims that allow it more than once; None until one does.
         self.uses: NDArray[np.int64] | None = None
         # The stamp of when a row came back last: to the front if it is negative, and 0 if it never did. None
@@ -89,6 +91,21 @@ class TaskCursor:
             self.places = grown(self.places, size, 0)
         for queue in self.queues.values():
             queue.grow(size)
+
+    @property
+    def settled(self) -> int:
+        """How many rows are claimed, without those that are about to come back."""
+        leaving = int(np.count_nonzero(self.owner == LEAVING)) if self.is_returning else 0
+        return self.count - leaving
+
+    def keeps(self, rows: Rows) -> NDArray[np.bool_]:
+        """For each row, whether it is claimed and not about to come back."""
+        kept: NDArray[np.bool_] = self.claimed[rows]
+        return kept & (self.owner[rows] != LEAVING) if self.is_returning else kept
+
+    def end_return(self) -> None:
+        """What was about to come back is there, unless others are too."""
+        self.is_returning = bool((self.owner == LEAVING).any())
 
     def take(self, rows: Rows, owner: int, popped_from: ReadyQueue | None = None) -> None:
         """Move the cursor past these rows, which are no longer in the queue they were popped from."""
@@ -412,6 +429,12 @@ class Cursors:
             if not self._offer_later(task, key, queue, rows):
                 self._offer(task, key[0], queue, rows)
 
+    def begin_return(self, task: TaskCursor, rows: Rows) -> None:
+        """Claimed rows are about to come back, one slice after the other, with :meth:`put_back`. Nobody can
+        have them before, and who waits for what is left waits for them too."""
+        task.owner[rows], task.is_returning = LEAVING, True
+        self._untrain(task, rows)
+
     def put_back(self, task: TaskCursor, rows: Rows) -> int:
         """Make claimed rows claimable again, ahead of all others; return how many."""
         rows = rows[task.claimed[rows]]
@@ -422,21 +445,24 @@ class Cursors:
         task.owner[rows] = NOBODY
         task.claimed[rows] = False
         task.count -= len(rows)
-        spec = self.table.spec
-        if spec.flow is not None and task.name == spec.flow.training_task:
-            self._flow.untrain(rows)
-        if spec.group_size:
+        self._untrain(task, rows)
+        if self.table.spec.group_size:
             self.count_kept(task, rows)
         for (required, _), queue in task.queues.items():
             if not self._fill_unless_whole(task, required, queue, rows):
                 queue.restore(rows[self.table.have(rows, required)])
         return len(rows)
 
+    def _untrain(self, task: TaskCursor, rows: Rows) -> None:
+        policy = self.table.spec.flow
+        if policy is not None and task.name == policy.training_task:
+            self._flow.untrain(rows)
+
     def count_kept(self, task: TaskCursor, returned: Rows) -> None:
         """How many members the task keeps of the groups of rows that come back: the others finish them. Those
         that came back earlier, and were all that was missing, wait for these."""
         names = list(dict.fromkeys(self.table.groups[returned].tolist()))
-        for name, count in zip(names, self._groups.count(names, task.claimed), strict=True):
+        for name, count in zip(names, self._groups.count(names, task.keeps), strict=True):
             # A size of its own may be news to a queue.
             if self._keep_count(task, name, count) or name in self._groups.sizes:
                 for queue in task.queues.values():
@@ -453,7 +479,7 @@ class Cursors:
 
     def keep(self, task: TaskCursor, name: str, members: Iterable[int]) -> None:
         """Note how many of these members of a group the task has claimed: the others finish it."""
-        self._keep_count(task, name, sum(bool(task.claimed[row]) for row in members))
+        self._keep_count(task, name, int(np.count_nonzero(task.keeps(np.fromiter(members, np.int64)))))
 
     def _keep_count(self, task: TaskCursor, name: str, claimed: int) -> bool:
         """Whether that is another number than before."""

@@ -7,6 +7,7 @@ those of the plane that loads. Queues are not kept: they follow from the stamps 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import FieldIndex, Rows
 from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
-from rlplane.control.requests import NOBODY
+from rlplane.control.requests import LEAVING, NOBODY
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
 from rlplane.control.state import ControlState
@@ -92,6 +93,8 @@ class StateDump:
 
     def __init__(self, state: ControlState) -> None:
         self._stamp = max((partition.table.events for partition in state.partitions.values()), default=0)
+        if any(task.is_returning for part in state.partitions.values() for task in part.tasks.values()):
+            self._stamp += 1  # what is about to come back is as if it did now
         self._partitions = [_PartitionDump(partition) for partition in state.partitions.values()]
 
     def pieces(self) -> Iterator[bytes]:
@@ -110,7 +113,7 @@ class _PartitionDump:
         self._serials, self._born, self._stamp = table.serial.copy(), table.born.copy(), table.stamp.copy()
         self._fields = [_FieldDump(name, column) for name, column in table.columns.items()]
         next_event = table.events + 1
-        self._tasks = [_TaskDump(name, task, next_event) for name, task in partition.tasks.items()]
+        self._tasks = [_TaskDump(partition, task, next_event) for task in partition.tasks.values()]
         self._flow = flow.saved(NO_ROWS)
         self._by_row = (
             {"tickets": (flow.tickets, NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
@@ -184,8 +187,8 @@ class _FieldDump:
 
 
 class _TaskDump:
-    def __init__(self, name: str, task: TaskCursor, next_event: int) -> None:
-        self._saved = SavedTask(name, b"", b"", dict(task.kept))
+    def __init__(self, partition: Partition, task: TaskCursor, next_event: int) -> None:
+        self._saved = SavedTask(task.name, b"", b"", dict(task.kept))
         self._claimed, self._unfinished = task.claimed.copy(), task.owner != NOBODY
         self._uses = None if task.uses is None else task.uses.copy()
         self._places = None if task.places is None else task.places.copy()
@@ -197,6 +200,19 @@ class _TaskDump:
                 self._places = np.zeros(len(self._claimed), np.int64)
             held = held[np.argsort(task.sequence[held])]
             self._places[held] = -((next_event << STAMP_BITS) + np.arange(len(held)))
+        if task.is_returning:
+            self._return(partition, np.flatnonzero(task.owner == LEAVING))
+
+    def _return(self, partition: Partition, rows: Rows) -> None:
+        """Let what is about to come back be back."""
+        self._claimed[rows] = self._unfinished[rows] = False
+        names = partition.table.groups
+        kept = Counter(names[self._claimed].tolist())
+        for name in set(names[rows].tolist()) if partition.spec.group_size else ():
+            left = kept[name] % partition.groups.size_of(name)
+            self._saved.kept.pop(name, None)
+            if left:
+                self._saved.kept[name] = left
 
     def pieces(self, rows: Rows) -> Iterator[bytes]:
         large = {

@@ -3,6 +3,7 @@ step that is trained now, and which are too old."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class FlowControl:
     ) -> None:
         self._table, self._groups, self._flow = table, groups, flow
         self._cursors, self._looking = cursors, looking
+        self.declare()
 
     def gate(self, task: TaskCursor) -> int | None:
         """How many prompts may be admitted now; None where the policy does not hold this task back."""
@@ -55,7 +57,7 @@ class FlowControl:
         # Its missing prompts may never come.
         admitting = self._cursors.tasks[policy.admitting_task]
         may_come = not self._table.finished and self._table.written != self._table.spec.num_samples
-        return not may_come and admitting.count >= len(self._table.rows)
+        return not may_come and admitting.settled >= len(self._table.rows)
 
     def note_claim(self, task: TaskCursor, rows: Rows) -> None:
         """Rows were claimed: for generation they get tickets, for training they use them."""
@@ -76,24 +78,49 @@ class FlowControl:
         if task.name == policy.training_task and self._flow.is_used:
             self._flow.train(rows)
 
-    def stale(self, rows: Sequence[int] | None = None) -> Rows:
-        """Of these rows (of all, for None) those that are too old to be trained, with the rest of their
-        groups. What is being trained stays."""
+    def declare(self) -> None:
+        """Follow a new policy."""
         policy = self._table.spec.flow
+        evicts = policy is not None and policy.oldest(0) is not None
+        self._looking.keep_versions(policy.version_tag if policy is not None and evicts else None)
+
+    def stale(self, rows: Rows) -> Rows:
+        """Of these rows those that are too old to be trained, with the rest of their groups. What is being
+        trained stays."""
+        policy, versions = self._table.spec.flow, self._looking.versions
         oldest = None if policy is None else policy.oldest(self._flow.version)
-        if policy is None or oldest is None:
+        if policy is None or oldest is None or versions is None:
             return NO_ROWS
         claimed = self._cursors.tasks[policy.training_task].claimed
-        if rows is None:
-            rows = self._looking.candidates(policy.version_tag, {"<": oldest}).tolist()
+        return self._with_groups(rows[(versions(rows) < oldest) & ~claimed[rows]])
+
+    def know_versions(self, most: int) -> bool:
+        """Look up the versions of so many samples; True if all of them are known now."""
+        return self._looking.versions is None or self._looking.versions.learn(most)
+
+    def next_stale(self, version: int, most: int) -> Rows:
+        """The same of all rows whose versions are known, at a version of the partition: about so many."""
+        policy, versions = self._table.spec.flow, self._looking.versions
+        oldest = None if policy is None else policy.oldest(version)
+        if policy is None or oldest is None or versions is None:
+            return NO_ROWS
+        claimed = self._cursors.tasks[policy.training_task].claimed
+        rows = np.flatnonzero(versions.before(oldest) & ~claimed)
+        return self._with_groups(rows[:most], most)
+
+    def _with_groups(self, rows: Rows, most: float = math.inf) -> Rows:
+        """Rows that are too old with the rest of their groups, or about so many of them."""
+        policy = self._table.spec.flow
+        if policy is None or not self._table.spec.group_size or not len(rows):
+            return rows
+        claimed = self._cursors.tasks[policy.training_task].claimed
         found: dict[int, None] = {}
-        for row in rows:
-            version = policy.version_of(self._table.tags[row])
-            if version is not None and version < oldest and not claimed[row]:
-                found[row] = None
-                if self._table.spec.group_size:
-                    members = self._groups.of(self._table.groups[row])
-                    found.update(dict.fromkeys(r for r in members if not claimed[r]))
+        for row in rows.tolist():
+            if row not in found:
+                members = self._groups.of(self._table.groups[row])
+                found.update(dict.fromkeys(member for member in members if not claimed[member]))
+                if len(found) >= most:
+                    break
         return np.array(list(found), np.int64)
 
     def should_abort(self, ids: Sequence[str]) -> list[str]:

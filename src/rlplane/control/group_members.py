@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,14 +29,14 @@ class GroupMembers:
         members = self._members.get(name, [])
         return members if not self._staged else [row for row in members if self._table.serial[row] >= 0]
 
-    def count(self, names: Sequence[str], chosen: NDArray[np.bool_]) -> list[int]:
-        """How many members of each group are chosen, by row."""
+    def count(self, names: Sequence[str], chosen: Callable[[Rows], NDArray[np.bool_]]) -> list[int]:
+        """How many members of each group are chosen."""
         if not names:
             return []
         groups = [self.of(name) for name in names]
         lengths = np.fromiter(map(len, groups), np.int64, len(groups))
         rows = np.fromiter(itertools.chain.from_iterable(groups), np.int64, int(lengths.sum()))
-        counts: list[int] = np.add.reduceat(chosen[rows], lengths.cumsum() - lengths, dtype=np.int64).tolist()
+        counts: list[int] = np.add.reduceat(chosen(rows), lengths.cumsum() - lengths, dtype=np.int64).tolist()
         return counts
 
     def size_of(self, name: str) -> int:
@@ -156,19 +156,3 @@ class GroupMembers:
         # Clocks are started one after the other, so the first is the first to end.
         began = next(iter(self.clocks.values()))
         return -math.inf if began is None else began + policy.group_timeout_s
-
-    def overdue(self, clock: float) -> Iterator[str]:
-        """The groups that have waited long enough and are not whole; they wait no longer."""
-        policy = self._table.spec.flow
-        if policy is None or policy.group_timeout_s is None:
-            return
-        for name, began in list(self.clocks.items()):
-            if began is None:
-                self.clocks[name] = clock
-            elif began + policy.group_timeout_s > clock:
-                break
-            else:
-                del self.clocks[name]
-                members = list(self.of(name))
-                if members and len(self.finished(members, self.finished_fields)) < self.size_of(name):
-                    yield name

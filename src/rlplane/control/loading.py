@@ -189,8 +189,6 @@ class StateLoader:
             spec.produces,
         )
         partition = state.partitions[spec.partition_id] = Partition(spec)
-        if spec.flow is not None and spec.flow.oldest(0) is not None:
-            partition.looking.tag_index(spec.flow.version_tag)  # so that it grows with the pieces
         self._loaded.append(_LoadedPartition(partition))
 
     def _add_samples(self, loaded: _LoadedPartition, saved: SavedPartition) -> None:

@@ -18,6 +18,7 @@ from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
 from rlplane.control.snapshots import ids_and_tags_of
 from rlplane.control.tag_index import TagIndex
+from rlplane.control.versions import KnownVersions
 
 # Keys take eight bytes per row and order.
 _MOST_ORDERS = 16
@@ -32,6 +33,14 @@ class Looking:
         self.indexes: dict[str, TagIndex] = {}
         self._keys: dict[str, KnownKeys] = {}
         self._tokens: KnownKeys | None = None
+        self.versions: KnownVersions | None = None  # for a policy that goes by them
+
+    def keep_versions(self, tag: str | None) -> None:
+        """Know the versions of samples by this tag from now on; None: nobody asks for them."""
+        if tag is None:
+            self.versions = None
+        elif self.versions is None or self.versions.tag != tag:
+            self.versions = KnownVersions(self._table, tag)
 
     def tagged(self, rows: Rows, again: Rows) -> None:
         """These rows have got tags, those of them that come ``again`` other ones than they had."""
@@ -39,6 +48,10 @@ class Looking:
             self.conditions.forget(again)
             for keys in self._known:
                 keys.forget(again)
+            if self.versions is not None:
+                self.versions.forget(again)
+        if self.versions is not None:
+            self.versions(rows)
         for index in self.indexes.values():
             self.add_to(index, rows)
 
@@ -46,6 +59,8 @@ class Looking:
         """Take in rows that will be there soon, with the tags that they have."""
         for keys in self._known:
             keys(rows)
+        if self.versions is not None:
+            self.versions(rows)
         for index in indexes:
             self.add_to(index, rows)
 
@@ -54,6 +69,8 @@ class Looking:
         self.conditions.forget(rows)
         for keys in self._known:
             keys.forget(rows)
+        if self.versions is not None:
+            self.versions.forget(rows)
         for index in self.indexes.values():
             index.remove(rows.tolist())
 

@@ -36,6 +36,8 @@ from rlplane.errors import (
 
 # Up to this many references are counted faster one by one than by numpy.unique.
 _FEW = 256
+# Ended in some ten milliseconds. A number and not a time: a journal that is repeated has the same slices.
+_GROUPS_AT_ONCE = 512
 TIMEOUT = "timeout"
 """Why a group was closed, or given up, that had waited too long."""
 
@@ -127,6 +129,7 @@ class Partition:
             gone.extend(refused.items())
             task.waiting = [claim for claim in task.waiting if claim not in refused]
         self.cursors.declare()
+        self.flow_control.declare()
         return gone
 
     def _refusal(self, claim: Claim) -> DataPlaneError | None:
@@ -391,13 +394,24 @@ class Partition:
         return np.array([row for row in members if row not in left], np.int64)
 
     def overdue(self, clock: float) -> Rows:
-        """Close or give up the groups that have waited long enough; return the rows that are given up."""
+        """Close or give up the first groups that have waited long enough; return the rows that are given up.
+        The others are as overdue as before."""
         gone: list[Rows] = []
-        policy = self.spec.flow
-        for name in self.groups.overdue(clock):
-            assert policy is not None
-            members = self.groups.of(name)
-            if len(self.groups.finished(members, self.groups.finished_fields)) >= policy.min_group_size:
+        policy, clocks = self.spec.flow, self.groups.clocks
+        if policy is None or policy.group_timeout_s is None:
+            return NO_ROWS
+        for name, began in list(itertools.islice(clocks.items(), _GROUPS_AT_ONCE)):
+            if began is None:
+                clocks[name] = clock
+                continue
+            if began + policy.group_timeout_s > clock:
+                break
+            del clocks[name]  # it waits no longer, whole or not
+            members = list(self.groups.of(name))
+            finished = len(self.groups.finished(members, self.groups.finished_fields))
+            if not members or finished >= self.groups.size_of(name):
+                continue
+            if finished >= policy.min_group_size:
                 gone.append(self.close_group(name, TIMEOUT, policy.finished_fields))
             else:
                 gone.append(np.array(members, np.int64))
@@ -423,7 +437,7 @@ class Partition:
         chosen = [self.task(name) for name in tasks]
         if not self.table.written and not self.rows:
             return False
-        return all(task.count == len(self.rows) for task in chosen)
+        return all(task.settled == len(self.rows) for task in chosen)
 
     def status(self, now: float) -> dict[str, Any]:
         """The counts of ``DataPlaneClient.partition_status``."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 NOBODY = -1
 """The owner of what no client has written or holds."""
+LEAVING = -2
+"""The owner of what a client held that is gone, until it is back in the queues."""
 
 
 LostRows = dict[int, NDArray[np.bool_] | None]

@@ -15,23 +15,24 @@ ever asked for there is a queue of ready samples, fed by the writes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.advancing import Advancing
 from rlplane.control.clearing import Clearing
-from rlplane.control.conditions import Look
 from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import Pieces
+from rlplane.control.leaving import Leaving
 from rlplane.control.line import WaitingLine
 from rlplane.control.losing import Losing
 from rlplane.control.marking import Marking
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
-from rlplane.control.rules import PartitionSpec, check_claim, compile_where, group_name
+from rlplane.control.rules import PartitionSpec, check_claim, group_name
 from rlplane.control.staging import Staging
 from rlplane.control.steps import check_ranks
 from rlplane.control.unclaiming import Unclaiming
@@ -46,8 +47,6 @@ from rlplane.errors import (
 
 __all__ = ["LOST", "STALE", "ControlState"]
 
-# Samples that are looked at within some milliseconds.
-_MANY = 20_000
 STALE = "stale"
 """Why a sample was evicted that had become too old."""
 LOST = "lost"
@@ -101,9 +100,7 @@ class ControlState:
             return effects
         effects.answers.extend((claim.token, error) for claim, error in partition.register(spec))
         self._refuse_invalid_puts(partition, effects)
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
-        self._answer_claims(partition, effects)
-        self._retry_puts(effects)
+        self.advance_some(Advancing(partition, partition.flow.version), effects)
         return effects
 
     def put(self, put: Put) -> Effects:
@@ -174,40 +171,6 @@ class ControlState:
             self._answer_claims_of(partition, task, effects)
         return effects
 
-    def look_for_claim(self, claim: Claim) -> Iterator[Look]:
-        """What has to be looked at before a claim with a condition or an order, in pieces, so that the claim
-        itself takes little time. Nothing changes."""
-        partition = self.partition(claim.partition_id)
-        task = partition.task(claim.task)
-        check_claim(partition.spec, claim.batch_size, partition.columns, claim.fields, claim.max_tokens)
-        return partition.claims.look_for(task, claim)
-
-    def takes_long(
-        self, partition_id: str, task: str, fields: Sequence[str], order: str | None, *, reads_tags: bool
-    ) -> bool:
-        """Whether a claim in this order may have to sort so many samples, to read the tags of so many or to
-        gather so many groups, that others would wait."""
-        partition = self.partitions.get(partition_id)
-        if partition is None or len(partition.rows) <= _MANY:
-            return False
-        if reads_tags:
-            return True
-        flow = partition.spec.flow
-        if order is not None or (flow is not None and flow.training_order is not None):
-            return True
-        cursor = partition.tasks.get(task)
-        if cursor is None or not partition.spec.group_size:
-            return False
-        queue = cursor.queues.get((tuple(sorted(set(fields))), ""))
-        return queue is None or not queue.is_whole
-
-    def look_for(
-        self, partition_id: str, where: Mapping[str, Any] | None, order: str | None = None
-    ) -> Iterator[Look]:
-        """The same for :meth:`peek` and :meth:`count`."""
-        compile_where(where)
-        return self.partition(partition_id).looking.look_for(where, Order(order))
-
     def give_up(self, token: object) -> Effects:
         """End a waiting request: it is answered with the error that its caller gets. Nothing if it does
         not wait (any more)."""
@@ -269,20 +232,29 @@ class ControlState:
             self._answer_claims(partition, effects)
             self._retry_puts(effects)
 
-    def advance(self, partition_id: str, version: int) -> Effects:
-        """The trainer has published weights: what is too old now is evicted, and the gate opens."""
+    def begin_advance(self, partition_id: str, version: int | None = None) -> Advancing:
+        """The trainer has published weights: with :meth:`advance_some`, a slice at a time, what is too old
+        then is evicted, and the gate opens. Without a version, for what has become too old otherwise."""
         partition = self.partition(partition_id)
+        if version is None:
+            version = partition.flow.version
         if type(version) is not int or not partition.flow.version <= version < 2**63:
             raise InvalidRequestError(
                 f"version {version!r} of partition {partition_id!r} is not an integer of at least "
                 f"{partition.flow.version}, which it has now"
             )
-        effects = Effects()
-        partition.flow.version = version
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        return Advancing(partition, version)
+
+    def advance_some(self, advancing: Advancing, effects: Effects) -> None:
+        """Go on with a new version, until it is over."""
+        partition = advancing.partition
+        if self.partitions.get(partition.spec.partition_id) is not partition:
+            advancing.is_over = True  # it was dropped meanwhile
+            return
+        for rows in advancing.next_rows():
+            self._evict(partition, rows, STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
-        return effects
 
     def begin_lose(self, lost: LostRows, refusal: DataPlaneError, effects: Effects) -> Losing:
         """Bytes are gone: samples that had some there are evicted or, if their partition wants to keep them,
@@ -406,7 +378,7 @@ class ControlState:
             cursor.owner[rows] = NOBODY
             return
         partition.cursors.put_back(cursor, rows)
-        self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
         self._answer_claims(partition, effects)
         self._retry_puts(effects)
 
@@ -444,23 +416,39 @@ class ControlState:
         self._retry_puts(effects)
         return effects
 
-    def release_owner(self, owner: int) -> tuple[int, Effects]:
-        """Forget a client that died: its waiting requests end, its unfinished claims return to the front of
-        the queues; also returns how many samples those were."""
+    def begin_release(self, owner: int) -> tuple[Leaving, Effects]:
+        """Forget a client that is gone: its waiting requests end, and its unfinished claims return to the
+        front of the queues, with :meth:`release_some` a slice at a time, of which the first is done."""
         effects = Effects()
         for put in [put for put in self._waiting_puts if put.owner == owner]:
             self._waiting_puts.remove(put)
             self._forget(put, effects)
-        returned = 0
         for partition in self.partitions.values():
             for task in partition.tasks.values():
                 task.waiting = [claim for claim in task.waiting if claim.owner != owner]
-                returned += partition.cursors.put_back(task, np.flatnonzero(task.owner == owner))
             partition.table.forget_writer(owner)
-            self._evict(partition, partition.flow_control.stale(), STALE, effects)
+        leaving = Leaving(self.partitions.values(), owner)
+        self._give_back(leaving, effects)
+        for partition in self.partitions.values():
             self._answer_claims(partition, effects)
         self._retry_puts(effects)
-        return returned, effects
+        return leaving, effects
+
+    def release_some(self, leaving: Leaving, effects: Effects) -> None:
+        """Go on with what comes back, until it is over."""
+        for partition in self._give_back(leaving, effects):
+            self._answer_claims(partition, effects)
+        self._retry_puts(effects)
+
+    def _give_back(self, leaving: Leaving, effects: Effects) -> list[Partition]:
+        """Do a slice; return the partitions that got something back."""
+        touched = []
+        for partition, task, rows in leaving.next_rows():
+            if self.partitions.get(partition.spec.partition_id) is partition:  # or it was dropped meanwhile
+                partition.cursors.put_back(task, rows)
+                self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
+                touched.append(partition)
+        return list(dict.fromkeys(touched))
 
     # Questions
 
@@ -522,7 +510,7 @@ class ControlState:
             partition.release_rows(blocks, positions, effects)
         if put.tags is not None and partition.spec.flow is not None:
             rows = partition.live_rows(put.ids) if put.staged is None else put.staged.rows
-            self._evict(partition, partition.flow_control.stale(rows.tolist()), STALE, effects)
+            self._evict(partition, partition.flow_control.stale(rows), STALE, effects)
         self._answer_claims(partition, effects)
 
     def _remove(self, partition: Partition, rows: NDArray[np.int64], effects: Effects) -> None:

@@ -18,7 +18,7 @@ from rlplane.errors import CheckpointError, InvalidRequestError, MissingDataErro
 from rlplane.service import protocol as wire
 from rlplane.service.block_table import Block
 from rlplane.service.clients import Client, PendingRequest
-from rlplane.service.long_work import ClearWork
+from rlplane.service.long_work import RestoreWork
 
 if TYPE_CHECKING:
     from rlplane.service.core import ControlService
@@ -169,7 +169,6 @@ class Checkpoints:
         restored.live += service.state.live  # until that is cleared
         restored.now = service.now
         service.state = restored
-        for name, partition in restored.partitions.items():
-            # What was being trained may be too old to be handed out again.
-            service.carry_out(restored.advance(name, partition.flow.version))
-        service.begin(ClearWork(request, old))
+        service.begin(
+            RestoreWork(request, old, [restored.begin_advance(name) for name in restored.partitions])
+        )

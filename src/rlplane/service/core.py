@@ -26,7 +26,6 @@ from rlplane.service.checkpoints import Checkpoints
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.commits import commit
 from rlplane.service.deadlines import Deadlines
-from rlplane.service.field_rows import field_rows
 from rlplane.service.journal import (
     Abandoned,
     Asked,
@@ -39,9 +38,18 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import ClearWork, LongWork, LossWork, UnclaimWork, mark_work
+from rlplane.service.long_work import (
+    AdvanceWork,
+    ClearWork,
+    LeaveWork,
+    LongWork,
+    LossWork,
+    UnclaimWork,
+    mark_work,
+)
 from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question, claimed
+from rlplane.service.reads import locate
 from rlplane.service.reservations import Reservations
 from rlplane.service.stall import LoopStall
 from rlplane.storage.places import Loss, Place, StorageHost
@@ -126,10 +134,13 @@ class ControlService:
         self._give_up_work(
             [request for work in self.work for request in work.requests if request.client == client]
         )
-        returned, effects = self.state.release_owner(client)
-        if returned:
+        leaving, effects = self.state.begin_release(client)
+        if leaving.count:
             level, how = (logging.WARNING, "died") if died else (logging.INFO, "closed")
-            logger.log(level, "client %d %s; %d claimed samples are handed out again", client, how, returned)
+            text = "client %d %s; %d claimed samples are handed out again"
+            logger.log(level, text, client, how, leaving.count)
+        if not leaving.is_over:
+            self.work.append(LeaveWork(leaving))
         for place in held.places:
             self.storage.free(place)
         for lease in list(held.leases):
@@ -253,7 +264,7 @@ class ControlService:
                 self._claim(request, body)
                 return None
             case wire.Locate():
-                return self._locate(request, held, body)
+                return locate(self, request, held, body)
             case wire.Clear(partition_id):
                 if body.named is not None:
                     take_names(held, body)
@@ -286,13 +297,14 @@ class ControlService:
                 return None
             case wire.Register(spec, extend):
                 self.carry_out(self.state.register(spec, extend=extend))
-                return wire.Done()
+                self.begin(AdvanceWork(request, [self.state.begin_advance(spec.partition_id)]))
+                return None
             case wire.MarkClaimed():
                 self.begin(mark_work(self, request, held, body))
                 return None
             case wire.Advance(partition_id, version):
-                self.carry_out(self.state.advance(partition_id, version))
-                return wire.Done()
+                self.begin(AdvanceWork(request, [self.state.begin_advance(partition_id, version)]))
+                return None
             case wire.CloseGroup(partition_id, group, reason, fields):
                 left, effects = self.state.close_group(partition_id, group, reason, fields)
                 self.send(request, wire.Done(left))
@@ -506,23 +518,6 @@ class ControlService:
             if self.journal is not None:
                 self.journal.add(HungUp(client, numbers, self.now))
             self.withdraw(client, numbers)
-
-    def _locate(self, request: PendingRequest, held: Client, body: wire.Locate) -> wire.Located:
-        found = self.state.locate(body.partition_id, body.ids, body.fields)
-        rows = []
-        used: dict[int, None] = {}
-        for pieces in found.values():
-            field, numbers = field_rows(pieces)
-            rows.append(field)
-            used.update(dict.fromkeys(numbers))
-        places, located = self.table.lease(used)
-        lease = self.new_lease(held, [place.number for place in places])
-        held.grant(request, lease)
-        partition = self.state.partition(body.partition_id)
-        paths = None
-        if not partition.columns.keys() >= set(body.fields):
-            paths = [name[len(partition.table.field_of(name)) + 1 :] for name in body.fields]
-        return wire.Located(lease, places, located, rows, paths, self.table.next_number)
 
     def new_lease(self, held: Client, places: list[int]) -> int:
         """A number for a lease on these places."""

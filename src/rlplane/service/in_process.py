@@ -165,6 +165,7 @@ class LocalService:
         """A client closes."""
         self._listeners.pop(client, None)
         self._call(lambda: self._service.disconnect(client, died=False))
+        self.finish_work()
 
     def close(self) -> None:
         """The plane ends; whoever waits is told."""

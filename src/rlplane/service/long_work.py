@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rlplane.control.advancing import Advancing
 from rlplane.control.clearing import Clearing
+from rlplane.control.leaving import Leaving
 from rlplane.control.losing import Losing
 from rlplane.control.marking import Marking
 from rlplane.control.requests import Effects, LostRows
@@ -39,7 +41,7 @@ class LongWork(ABC):
 
     def __init__(self, requests: Iterable[PendingRequest]) -> None:
         self.requests = list(requests)
-        self.answer: int | bool = 0
+        self.answer: int | bool | None = 0
 
     @abstractmethod
     def do_slice(self, service: ControlService, effects: Effects) -> bool:
@@ -66,9 +68,42 @@ class ClearWork(LongWork):
             clearing = self._clearings[0]
             service.state.clear_some(clearing, effects)
             if clearing.is_over:
-                self.answer += clearing.count
+                self.answer = (self.answer or 0) + clearing.count
                 del self._clearings[0]
         return not self._clearings
+
+
+class AdvanceWork(LongWork):
+    """New versions of partitions."""
+
+    def __init__(self, request: PendingRequest, advancings: list[Advancing]) -> None:
+        super().__init__([request])
+        self.answer = None
+        self._advancings = advancings
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        while self._advancings:
+            advancing = self._advancings[0]
+            service.state.advance_some(advancing, effects)
+            if not advancing.is_over:
+                return False
+            del self._advancings[0]
+        return True
+
+
+class RestoreWork(ClearWork):
+    """A plane that was replaced by a checkpoint, some of which may be too old to be handed out again."""
+
+    def __init__(
+        self, request: PendingRequest, clearings: list[Clearing], advancings: list[Advancing]
+    ) -> None:
+        super().__init__(request, clearings)
+        self._advance = AdvanceWork(request, advancings)
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        return self._advance.do_slice(service, effects) and super().do_slice(service, effects)
 
 
 class UnclaimWork(LongWork):
@@ -113,6 +148,19 @@ def mark_work(
     work = UnclaimWork([request], service.state.begin_unmark(body.partition_id, body.task, body.ids))
     work.answer = True
     return work
+
+
+class LeaveWork(LongWork):
+    """What a client held that is gone."""
+
+    def __init__(self, leaving: Leaving) -> None:
+        super().__init__([])
+        self._leaving = leaving
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        service.state.release_some(self._leaving, effects)
+        return self._leaving.is_over
 
 
 class LossWork(LongWork):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from rlplane.control.conditions import Look
+from rlplane.control.looking_ahead import look_for, look_for_claim, takes_long
 from rlplane.control.requests import Claim
 from rlplane.control.state import ControlState
 from rlplane.errors import DataPlaneError
@@ -56,7 +57,8 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
         match request:
             case wire.ClaimRequest(partition_id, task, fields, size, where=where, order=order) if (
                 where
-                or state.takes_long(
+                or takes_long(
+                    state,
                     partition_id,
                     task,
                     fields,
@@ -75,11 +77,11 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
                     max_uses=request.max_uses,
                     repeat_where=request.repeat_where,
                 )
-                looks = state.look_for_claim(claim)
+                looks = look_for_claim(state, claim)
             case wire.Peek(partition_id, where, order=order) if where or order:
-                looks = state.look_for(partition_id, where, order)
+                looks = look_for(state, partition_id, where, order)
             case wire.Count(partition_id, where) if where:
-                looks = state.look_for(partition_id, where)
+                looks = look_for(state, partition_id, where)
             case _:
                 return None
     except DataPlaneError:

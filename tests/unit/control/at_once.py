@@ -1,4 +1,5 @@
-"""What the service does in slices, in one go: a clear, the drop of a partition, the end of a claim."""
+"""What the service does in slices, in one go: a clear, the drop of a partition, the end of a claim, the
+death of a client."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from rlplane.control.requests import Effects
 from rlplane.control.state import ControlState
 from rlplane.control.unclaiming import Unclaiming
 
-__all__ = ["clear", "clear_written_by", "drop", "finish_claims", "mark", "unclaim", "unmark"]
+__all__ = [
+    "advance",
+    "clear",
+    "clear_written_by",
+    "drop",
+    "finish_claims",
+    "mark",
+    "release_owner",
+    "unclaim",
+    "unmark",
+]
 
 
 def clear(state: ControlState, partition_id: str, ids: Sequence[str] | None) -> tuple[int, Effects]:
@@ -56,6 +67,22 @@ def mark(state: ControlState, partition_id: str, task: str, ids: Sequence[str] |
     while not marking.is_over:
         state.mark_some(marking, Effects())
     return marking.is_marked
+
+
+def release_owner(state: ControlState, owner: int) -> tuple[int, Effects]:
+    """Forget a client that is gone; also returns how many samples come back."""
+    leaving, effects = state.begin_release(owner)
+    while not leaving.is_over:
+        state.release_some(leaving, effects)
+    return leaving.count, effects
+
+
+def advance(state: ControlState, partition_id: str, version: int) -> Effects:
+    """The trainer has published weights: what is too old now is evicted, and the gate opens."""
+    advancing, effects = state.begin_advance(partition_id, version), Effects()
+    while not advancing.is_over:
+        state.advance_some(advancing, effects)
+    return effects
 
 
 def _end(state: ControlState, unclaiming: Unclaiming) -> Effects:

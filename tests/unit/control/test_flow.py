@@ -101,9 +101,9 @@ def test_claims_of_a_dead_trainer_that_have_become_too_old_are_evicted() -> None
     state = flow("windowed", max_staleness=0)
     write(state, "ab", "x", tags=versions(0, 1))
     assert claim(state, 2, task="train", owner=7) == ["a", "b"]
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     assert state.count("p") == 2
-    assert state.release_owner(7)[0] == 2
+    assert at_once.release_owner(state, 7)[0] == 2
     assert claim(state, 9, task="train") == ["b"]
     assert state.evicted("p").ids == ["a"] and state.partition("p").flow.evicted == {"stale": 1}
 
@@ -113,7 +113,7 @@ def test_an_eviction_frees_blocks_and_lets_a_put_in_that_waited() -> None:
     state.register(PartitionSpec.checked("p", ["x"], 9, ["train"], flow=FlowPolicy.windowed(0)))
     state.put(Put("p", ["a"], {"x": -7}, versions(0)))
     assert not state.put(Put("p", ["b"], {"x": -2}, versions(1), token="waits"))
-    effects = state.advance("p", 1)
+    effects = at_once.advance(state, "p", 1)
     assert effects.answers == [("waits", None)] and effects.freed == [-7]
     assert state.live == 1 and state.blocks() == {-2: 1}
 
@@ -124,7 +124,7 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
     state.capacity = 1
     write(state, "a", "x")
     claim(state, 1, task="train", owner=1)
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     write(state, "b", "x", token="waits")
     old = Put("p", ["a"], {}, [{"weight_version": 0}], token="old")
     if how == "a write":
@@ -139,7 +139,7 @@ def test_a_put_gets_the_room_of_what_is_evicted_by(how: str) -> None:
 def test_a_registration_with_a_tighter_bound_evicts_at_once() -> None:
     state = flow("windowed", max_staleness=5)
     write(state, "ab", "x", tags=versions(0, 3))
-    state.advance("p", 4)
+    at_once.advance(state, "p", 4)
     state.register(PartitionSpec.checked("p", ["x", "y"], 9, ROLES, flow=FlowPolicy.windowed(1)))
     assert claim(state, 9, task="train") == ["b"]
 
@@ -150,7 +150,7 @@ def test_a_prompt_of_a_dead_rollout_is_handed_out_again_and_counted_once(kind: s
     write(state, "abc", "x")
     assert claim(state, 9, task="rollout", owner=5) == ["a", "b"]
     assert claim(state, 9, task="rollout") == []
-    state.release_owner(5)
+    at_once.release_owner(state, 5)
     assert claim(state, 9, task="rollout") == ["a", "b"]
     assert state.partition("p").flow.admitted == 2
 
@@ -161,7 +161,7 @@ def test_a_step_that_a_dead_trainer_had_is_trained_before_the_next() -> None:
     claim(state, 4, task="rollout")
     write(state, "abcd", "y")
     assert claim(state, 2, "y", task="train", owner=3) == ["a", "b"]
-    state.release_owner(3)
+    at_once.release_owner(state, 3)
     assert claim(state, 9, "y", task="train") == ["a", "b"]
     assert claim(state, 9, "y", task="train") == ["c", "d"]
 
@@ -180,7 +180,7 @@ def test_a_step_of_any_size_is_admitted_and_trained_whole() -> None:
     ids = [f"s{number}" for number in range(200)]
     write(state, ids, "x")
     for version, of_step in enumerate((ids[:100], ids[100:])):
-        state.advance("p", version)
+        at_once.advance(state, "p", version)
         assert claim(state, 200, task="rollout") == of_step
         assert claim(state, 100, task="train") == of_step
 
@@ -203,7 +203,7 @@ def test_a_dump_keeps_the_policy_and_all_that_it_counts(kind: str) -> None:
     claim(state, 4, task="rollout", owner=1)
     claim(state, 1, task="train", owner=2)
     at_once.clear(state, "p", ["b"])
-    state.advance("p", 2)
+    at_once.advance(state, "p", 2)
     back = saved_and_loaded(state)
     before, after = state.partition("p"), back.partition("p")
     for task in ROLES:
@@ -222,14 +222,14 @@ def test_random_steps_of_a_window_never_hand_out_what_is_too_old() -> None:
         write(state, [f"p{step}_g0", f"p{step}_g1"], "x", tags=tags)
         if random.random() < 0.3:
             version += 1
-            state.advance("p", version)
+            at_once.advance(state, "p", version)
         if random.random() < 0.4:
             ((_, batch),) = state.claim(Claim("p", "train", ["x"], 4, owner=step), blocking=False).answers
             assert isinstance(batch, Batch)
             assert all(tags["weight_version"] >= version - 2 for tags in batch.tags)
             claimed += len(batch.ids)
             if random.random() < 0.3:
-                claimed -= state.release_owner(step)[0]
+                claimed -= at_once.release_owner(state, step)[0]
     evicted = state.partition("p").flow.evicted["stale"]
     assert evicted and claimed == state.partition("p").tasks["train"].count and evicted + state.live == 800
 
@@ -268,7 +268,7 @@ def test_an_order_follows_the_tags_however_many_other_orders_were_asked_for(grou
     state = plane(tasks, group_size)
     write(state, ["a_g0", "a_g1", "b_g0", "b_g1"], "x", tags=[{"v": n} for n in (4, 3, 2, 1)])
     assert claim(state, 2, order="priority:v") == ["a_g0", "a_g1"]
-    state.release_owner(0)
+    at_once.release_owner(state, 0)
     for number in range(20):
         claim(state, 2, task=f"other{number}", order=f"priority:{number}")
     write(state, ["b_g0", "b_g1"], tags=[{"v": 9}, {"v": 8}])
@@ -295,7 +295,7 @@ def test_what_a_dead_worker_left_of_a_group_is_handed_out_again_and_finishes_it(
     write(state, GROUP, "x")
     assert claim(state, 4, task="rollout", owner=1) == GROUP
     write(state, GROUP[:2], "y", owner=1)
-    assert state.release_owner(1)[0] == 2
+    assert at_once.release_owner(state, 1)[0] == 2
     assert claim(state, 4, task="rollout", owner=2) == GROUP[2:]
     write(state, GROUP[2:], "y", owner=2)
     assert claim(state, 4, "y", task="train") == GROUP
@@ -309,11 +309,11 @@ def test_what_is_left_of_a_group_counts_as_a_group_and_survives_another_death_an
     claim(state, 8, task="rollout", owner=1)
     assert not state.claim(waiting, blocking=True)
     write(state, [*GROUP[:3], "b_g0", "b_g1", "b_g2", "b_g3"], "y", owner=1)
-    ((token, batch),) = state.release_owner(1)[1].answers
+    ((token, batch),) = at_once.release_owner(state, 1)[1].answers
     assert token == "w" and isinstance(batch, Batch) and batch.ids == ["a_g3"]
     back = saved_and_loaded(state, release_claims=True)
     assert claim(back, 4, task="rollout") == ["a_g3"]
-    state.release_owner(3)
+    at_once.release_owner(state, 3)
     assert claim(saved_and_loaded(state), 4, task="rollout") == ["a_g3"]
     assert claim(state, 4, task="rollout", owner=4) == ["a_g3"]
 
@@ -403,7 +403,7 @@ def test_a_dead_rank_gives_nothing_back_and_a_load_keeps_the_parts() -> None:
     state = plane()
     write(state, "abcdef", "x")
     first = ids_of(part(state, 0, "1", owner=7))
-    assert state.release_owner(7)[0] == 0
+    assert at_once.release_owner(state, 7)[0] == 0
     for which in (state, saved_and_loaded(state, release_claims=True)):
         assert ids_of(part(which, 0, "1", owner=8)) == first
         assert sorted(first + ids_of(part(which, 1, "1"))) == list("abcd")
@@ -484,7 +484,7 @@ def test_steps_in_order_neither_end_early_nor_short_when_the_flow_is_finished() 
     assert claim(state, 9, task="rollout") == ["b"]
     assert [ids.ids for token, ids in write(state, "b", "y") if token == "w"] == [["a", "b"]]
     at_once.clear(state, "p", ["a", "b"])
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     assert claim(state, 9, task="rollout") == ["c"]
     write(state, "c", "y")
     assert ids_of(state.claim(Claim("p", "train", ["y"], 2), blocking=True).answers) == ["c"]
@@ -563,7 +563,7 @@ def test_what_is_given_back_by_hand_and_has_become_too_old_is_not_handed_out() -
     state = flow("windowed", max_staleness=0)
     write(state, "ab", "x", tags=[{"weight_version": 0}] * 2)
     assert claim(state, 2, task="train") == ["a", "b"]
-    state.advance("p", 1)
+    at_once.advance(state, "p", 1)
     waits(state, "train", 1, "x")
     assert not at_once.unmark(state, "p", "train", ["a"]).answers
     assert state.evicted("p").ids == ["a"]
@@ -608,11 +608,11 @@ def test_what_is_ready_when_it_is_admitted_wakes_the_trainer(tasks: list[str], b
     write(state, "a", "x", "y")
     waits(state, "train", 1, "y")
     if by == "claim":
-        state.advance("p", 1)
+        at_once.advance(state, "p", 1)
         answers = state.claim(Claim("p", "rollout", ["x"], 1), blocking=False).answers
     else:
         waits(state, "rollout", 1, "x", token="rollout")
-        answers = state.advance("p", 1).answers
+        answers = at_once.advance(state, "p", 1).answers
     assert got(answers) == [["a"]]
 
 

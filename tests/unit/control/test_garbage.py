@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from tests.unit.control import at_once
 
+from rlplane.control.looking_ahead import look_for_claim
 from rlplane.control.requests import Claim, Put
 from rlplane.control.rules import PartitionSpec
 from rlplane.control.state import ControlState
@@ -31,7 +32,7 @@ def test_a_dropped_partition_has_no_cycles(group_size: int | None, no_collector:
     state.put(Put("p", ids, {"x": 1}, [{"v": number} for number in range(6)]))
     for order in (None, "lifo", "priority:v", "random:1"):
         claim = Claim("p", "t", ["x"], 2, {"v": {">=": 0}}, order=order)
-        for look in state.look_for_claim(claim):
+        for look in look_for_claim(state, claim):
             while not look(lambda: True):
                 pass
         del look

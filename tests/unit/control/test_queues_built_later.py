@@ -10,12 +10,14 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.unit.control import at_once
 from tests.unit.control.histories import OWNER, History, tag_values
 from tests.unit.control.whole_state import dump_state, restore_state
 
-from rlplane.control import conditions, cursors, making
+from rlplane.control import conditions, cursors, leaving, making
 from rlplane.control.loading import BlockSize
-from rlplane.control.requests import Claim, Put
+from rlplane.control.looking_ahead import look_for_claim
+from rlplane.control.requests import Claim, Effects, Put
 
 FIELDS: list[tuple[str, ...]] = [(), ("x",), ("y",), ("x", "y")]
 ORDERS = [None, "lifo", "priority:v"]
@@ -39,7 +41,7 @@ class LaterQueues(History):
             self.state.close_group("p", name, "failed", [])
 
     def build_in_slices(self, fields: tuple[str, ...], order: str | None) -> Iterator[None]:
-        for look in self.state.look_for_claim(Claim("p", "t", fields, 8, order=order)):
+        for look in look_for_claim(self.state, Claim("p", "t", fields, 8, order=order)):
             while not look(lambda: True):
                 yield
 
@@ -96,9 +98,37 @@ def test_the_order_does_not_depend_on_when_a_queue_is_built(
     # A load may hand out again what was claimed, as if the owner had died.
     loaded = after.saved_and_loaded(release_claims=dies)
     if dies:
-        before.state.release_owner(OWNER)
-        after.state.release_owner(OWNER)
+        at_once.release_owner(before.state, OWNER)
+        at_once.release_owner(after.state, OWNER)
     assert before.claim(*last, 8) == after.claim(*last, 8) == loaded.claim(*last, 8)
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+@settings(max_examples=200, deadline=None)
+@given(steps=steps, slices=st.integers(0, 5), last=st.sampled_from(QUEUES))
+def test_what_a_client_held_comes_back_in_slices_as_it_would_at_once(
+    group_size: int | None, steps: list[Any], slices: int, last: tuple[tuple[str, ...], str | None]
+) -> None:
+    whole, sliced = LaterQueues(group_size), LaterQueues(group_size)
+    for history in (whole, sliced):
+        history.ask_for_everything()
+        for kind, *arguments in steps:
+            getattr(history, kind)(*arguments)
+    at_once.release_owner(whole.state, OWNER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaving, "_SAMPLES_AT_ONCE", 1)
+        gone, _ = sliced.state.begin_release(OWNER)
+        for _ in range(slices):
+            if not gone.is_over:
+                sliced.state.release_some(gone, Effects())
+        # A save in the middle has what is still to come back where it will be.
+        loaded = sliced.saved_and_loaded(release_claims=False)
+        while not gone.is_over:
+            sliced.state.release_some(gone, Effects())
+    task = sliced.state.partition("p").task("t")
+    assert task.kept == whole.state.partition("p").task("t").kept and not task.is_returning
+    wanted = whole.claim(*last, 8)
+    assert sliced.claim(*last, 8) == wanted and loaded.claim(*last, 8) == wanted
 
 
 @pytest.mark.parametrize("group_size", [None, 2])
@@ -116,7 +146,7 @@ def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_sli
     is_finished: bool,
     last: tuple[tuple[str, ...], str | None],
 ) -> None:
-    at_once, sliced = LaterQueues(group_size), LaterQueues(group_size)
+    whole, sliced = LaterQueues(group_size), LaterQueues(group_size)
     slices: Iterator[None] = iter(())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conditions, "_ROWS_AT_ONCE", 2)
@@ -124,14 +154,14 @@ def test_the_order_does_not_depend_on_what_happens_while_a_queue_is_built_in_sli
         patch.setattr(making, "_ROWS_AT_ONCE", 2)
         patch.setattr(cursors, "_MANY_ROWS", 3)  # so that a put to a queue that is whole is a long one
         for at, (kind, *arguments) in enumerate(steps):
-            assert getattr(at_once, kind)(*arguments) == getattr(sliced, kind)(*arguments)
+            assert getattr(whole, kind)(*arguments) == getattr(sliced, kind)(*arguments)
             if at == begins:
                 slices = sliced.build_in_slices(*last)
             next(slices, None)
         if is_finished:
             for _ in slices:
                 pass
-        assert at_once.claim(*last, 8) == sliced.claim(*last, 8)
+        assert whole.claim(*last, 8) == sliced.claim(*last, 8)
 
 
 @settings(max_examples=150, deadline=None)

@@ -161,7 +161,7 @@ class ControlStateMachine(RuleBasedStateMachine):
     def lose_a_client(self, owner: int) -> None:
         # The dead are not answered.
         self.unanswered = {token: asked for token, asked in self.unanswered.items() if asked[0] != owner}
-        self._both(lambda plane: plane.release_owner(owner))
+        self._both(lambda plane: _release_owner(plane, owner))
 
     # In one rule, or they would be most of what happens and little else would come about.
     @rule(kind=st.sampled_from(["register", "clear all", "clear one's own", "abort"]), data=st.data())
@@ -262,6 +262,12 @@ def _clear_written_by(plane: ControlState | PlaneModel, partition_id: str, owner
     if isinstance(plane, ControlState):
         return at_once.clear_written_by(plane, partition_id, owner)
     return plane.clear_written_by(partition_id, owner)
+
+
+def _release_owner(plane: ControlState | PlaneModel, owner: int) -> Any:
+    if isinstance(plane, ControlState):
+        return at_once.release_owner(plane, owner)
+    return plane.release_owner(owner)
 
 
 def _unclaim(
@@ -431,7 +437,7 @@ def test_a_dead_clients_place_among_the_writers_is_free_and_clean_for_another() 
     state = plane()
     for owner in range(70):
         write(state, [f"s{owner}"], "x", owner=owner)
-    state.release_owner(66)
+    at_once.release_owner(state, 66)
     write(state, ["new"], "x", owner=1000)
     assert len(state.partition("p").table._written_bits) == 2
     assert at_once.clear_written_by(state, "p", 1000)[0] == 1
@@ -507,7 +513,7 @@ def test_a_dead_clients_claims_come_back_first_and_in_order_unless_it_finished_t
     assert claimed(state, 1, "x", owner=1) == ["e"]
     write(state, ["b"], "y", owner=1)
     write(state, ["a"], "y", owner=2)  # not the holder's work
-    assert state.release_owner(1)[0] == 2
+    assert at_once.release_owner(state, 1)[0] == 2
     assert claimed(state, 9, "x") == ["a", "e", "f"]
 
 
@@ -516,7 +522,7 @@ def test_a_dead_client_that_wrote_only_tags_has_not_finished() -> None:
     write(state, ["a"], "x")
     claimed(state, 1, "x", owner=1)
     state.put(Put("p", ["a"], {}, [{"seen": True}], owner=1))
-    assert state.release_owner(1)[0] == 1
+    assert at_once.release_owner(state, 1)[0] == 1
 
 
 def test_the_blocks_of_a_dead_clients_waiting_put_are_freed() -> None:
@@ -524,7 +530,7 @@ def test_the_blocks_of_a_dead_clients_waiting_put_are_freed() -> None:
     write(state, ["a"], "x")
     state.put(Put("p", ["b"], {"x": -7}, owner=3, token="dead"))
     state.put(Put("p", ["c"], {"x": -8}, owner=4, token="behind"))
-    returned, effects = state.release_owner(3)
+    returned, effects = at_once.release_owner(state, 3)
     assert returned == 0 and effects.freed == [-7] and effects.answers == []
     assert state.waiting() == ["behind"]
 
@@ -717,7 +723,7 @@ def test_a_task_that_produces_two_fields_holds_a_sample_until_both_are_there() -
     state.claim(Claim("p", "score", ["x"], 2, owner=1), blocking=False)
     state.put(Put("p", ["a", "b"], {"y": 2}, owner=1))
     state.put(Put("p", ["a"], {"z": 3}, owner=1))
-    assert state.release_owner(1)[0] == 1
+    assert at_once.release_owner(state, 1)[0] == 1
 
 
 @pytest.mark.parametrize("produces", [{"nobody": ["x"]}, {"t": ["nothing"]}, {"t": "x"}, ["t"]])
@@ -748,7 +754,7 @@ def test_a_registration_that_refuses_the_first_waiting_put_lets_the_next_one_in(
 
 def test_a_registration_whose_bound_evicts_samples_makes_room_for_a_waiting_put() -> None:
     state = plane(capacity=1, consumer_tasks=["train"])
-    state.advance("p", 3)
+    at_once.advance(state, "p", 3)
     state.put(Put("p", ["old"], {}, [{"weight_version": 1}], token="there"))
     state.put(Put("p", ["new"], {}, [{"weight_version": 3}], token="waits"))
     flow = {"kind": "windowed", "max_staleness": 1}

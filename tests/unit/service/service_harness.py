@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from rlplane.errors import CapacityError, InvalidRequestError
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.core import ControlService
+from rlplane.service.journal import Journal
+from rlplane.service.recovery import JournaledHost, recover
 from rlplane.storage.places import Layout, Loss, Place, Stretches
 from rlplane.storage.shm.arena import PAGE, Arena
 
@@ -221,6 +224,34 @@ class Desk:
     def claimed(self, client: int, size: int) -> list[str]:
         ids: list[str] = self.answers[self.claim(client, size)].ids
         return ids
+
+
+class JournaledPlane:
+    """A service with a journal; it can be killed, and the next one goes on in its place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.answers: dict[tuple[int, int], Any] = {}
+        journal = Journal(directory)
+        self.service = ControlService(1000, JournaledHost(ArenaHost(64, 64), journal), self._deliver, journal)
+        self.service.connect(0, "secret")
+
+    def _deliver(self, request: PendingRequest, answer: wire.Answer) -> None:
+        assert (request.client, request.number) not in self.answers, "answered twice"
+        self.answers[request.client, request.number] = answer
+
+    def ask(self, number: int, request: wire.Request, *, client: int = 0) -> Any:
+        body = wire.encode(wire.Envelope(request))
+        self.service.handle(PendingRequest(client, number, 7), wire.envelope_decoder.decode(body), body)
+        return self.answers.get((client, number))
+
+    def die(self) -> None:
+        """Kill the service, and start it again."""
+        journal = self.service.journal
+        if journal is not None:
+            journal.flush()
+        self.service = recover(self.directory, 1000, 64 * PAGE).service
+        self.service.deliver = self._deliver
 
 
 def layout_of(nbytes: int, rows: int) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlplane.control import clearing, snapshots, unclaiming
+from rlplane.control import clearing, leaving, snapshots, unclaiming
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
 from rlplane.service import in_process, long_answers, stall
@@ -385,6 +385,20 @@ def test_others_are_served_while_a_long_answer_is_encoded(
     between.act = count_and_clear
     assert ids_of(mine.exchange(claim(3))) == ["a", "b", "c"]  # as they were when it was made
     assert counts[0] == wire.Done(3) and counts[1] == wire.Done(1)
+
+
+def test_what_a_client_held_that_closes_is_all_back_when_it_has_closed(
+    service: LocalService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving, "_SAMPLES_AT_ONCE", 1)
+    mine, other = InProcessConnection(service), InProcessConnection(service)
+    put(mine, "a", "b", "c")
+    mine.exchange(claim(3))
+    thread, outcome = in_thread(lambda: other.exchange(claim(3)))
+    wait_until(lambda: waiting(service) == 1)
+    mine.close()
+    thread.join(20)
+    assert ids_of(outcome[0]) == ["a", "b", "c"]
 
 
 def test_a_long_claim_that_is_interrupted_while_it_is_encoded_is_given_back(

@@ -82,7 +82,7 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     desk = filled_desk()
-    monkeypatch.setattr("rlplane.control.state._MANY", SAMPLES // 2)
+    monkeypatch.setattr("rlplane.control.looking_ahead._MANY", SAMPLES // 2)
     body = wire.ClaimRequest("p", "t", [], SAMPLES, False, FOREVER, None, order=order)
     monkeypatch.setattr("rlplane.control.cursors._SORTED_AT_ONCE", 1024)
     sorted_at_once: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.unit.control.whole_state import dump_state
-from tests.unit.service.service_harness import FOREVER, ArenaHost, Desk, layout_of
+from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, layout_of
 
 from rlplane.control import clearing, loading, marking, staging, unclaiming
 from rlplane.control.fields import FieldIndex
@@ -20,9 +20,6 @@ from rlplane.service import commits, long_work
 from rlplane.service import protocol as wire
 from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
-from rlplane.service.core import ControlService
-from rlplane.service.journal import Journal
-from rlplane.service.recovery import JournaledHost, recover
 from rlplane.storage.keyed import KeyedHost
 from rlplane.storage.places import Layout, Loss
 from rlplane.storage.shm.arena import PAGE
@@ -127,34 +124,6 @@ def test_what_a_client_has_begun_is_done_although_it_goes(desk: Desk, died: bool
     desk.service.disconnect(1, died=died)
     finish(desk)
     assert desk.service.state.live == 0 and desk.used == 0
-
-
-class JournaledPlane:
-    """A service with a journal; it can be killed, and the next one goes on in its place."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.answers: dict[tuple[int, int], Any] = {}
-        journal = Journal(directory)
-        self.service = ControlService(1000, JournaledHost(ArenaHost(64, 64), journal), self._deliver, journal)
-        self.service.connect(0, "secret")
-
-    def _deliver(self, request: PendingRequest, answer: wire.Answer) -> None:
-        assert (request.client, request.number) not in self.answers, "answered twice"
-        self.answers[request.client, request.number] = answer
-
-    def ask(self, number: int, request: wire.Request) -> Any:
-        body = wire.encode(wire.Envelope(request))
-        self.service.handle(PendingRequest(0, number, 7), wire.envelope_decoder.decode(body), body)
-        return self.answers.get((0, number))
-
-    def die(self) -> None:
-        """Kill the service, and start it again."""
-        journal = self.service.journal
-        if journal is not None:
-            journal.flush()
-        self.service = recover(self.directory, 1000, 64 * PAGE).service
-        self.service.deliver = self._deliver
 
 
 @pytest.mark.parametrize("slices", [0, 1, 5, 9])

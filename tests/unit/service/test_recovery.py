@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import clearing, marking, snapshots, staging, unclaiming
+from rlplane.control import advancing, clearing, leaving, marking, snapshots, staging, unclaiming
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -30,7 +30,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import LossWork, MarkWork, UnclaimWork
+from rlplane.service.long_work import AdvanceWork, LeaveWork, LossWork, MarkWork, UnclaimWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -53,6 +53,8 @@ def the_shortest_slices() -> Iterator[None]:
         patch.setattr(long_work, "_AT_ONCE", 3)
         patch.setattr(unclaiming, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(marking, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(leaving, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(advancing, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(commits, "_MANY_TO_FREE", 2)
         patch.setattr(staging, "_FREED_AT_ONCE", 2)
         patch.setattr(snapshots, "_MANY", 1)
@@ -115,8 +117,9 @@ class JournaledDesk:
             return
         kind = pick.choices(
             ["register", "reserve", "commit", "claim", "clear", "locate", "release", "abandon", "expire",
-             "leave", "unreserve", "lose", "drop", "unclaim", "mark", "go on"],
-            [1, 6, 9, 6, 3, 4, 2, 2, 2, 0.5, 1, 0.7 * self.has_units, 0.3, 2, 1, 9 * self.service.has_work],
+             "leave", "unreserve", "lose", "drop", "unclaim", "mark", "advance", "go on"],
+            [1, 6, 9, 6, 3, 4, 2, 2, 2,
+             0.5, 1, 0.7 * self.has_units, 0.3, 2, 1, 1, 9 * self.service.has_work],
         )[0]  # fmt: skip
         ids = [f"{pick.choice('abc')}_g{n}" for n in pick.sample(range(5), pick.randrange(1, 4))]
         more: dict[str, Any] = {}
@@ -125,7 +128,9 @@ class JournaledDesk:
         timeout_s = pick.choice([0.5, 3.0, FOREVER])
         match kind:
             case "register":
-                flow = {"on_lost": pick.choice(["clear", "keep"])}
+                flow: dict[str, Any] = {"on_lost": pick.choice(["clear", "keep"])}
+                if pick.random() < 0.5:
+                    flow |= {"kind": "windowed", "max_staleness": 1, "version_tag": "n", "training_task": "t"}
                 spec = PartitionSpec.checked(
                     "p", ["x", "y"], pick.choice([3, 6]), ["t", "u"], None, None, flow
                 )
@@ -157,6 +162,8 @@ class JournaledDesk:
                 if not mark.is_claimed and pick.random() < 0.5:
                     mark.ids, mark.named = None, None
                 self.ask(client, mark, **more)
+            case "advance":
+                self.ask(client, wire.Advance("p", pick.randrange(4)), **more)
             case "drop":
                 self.ask(client, wire.DropPartition("p"), **more)
             case "go on":
@@ -276,6 +283,13 @@ def work_picture(work: Any) -> list[Any]:
     if isinstance(work, MarkWork):
         marking = work._marking
         return [asked, marking._ids, marking._rows.tolist(), marking._serials.tolist()]
+    if isinstance(work, AdvanceWork):
+        return [asked, [(each._version, partition_picture(each.partition)) for each in work._advancings]]
+    if isinstance(work, LeaveWork):
+        held = [
+            (part.spec.partition_id, task.name, rows.tolist()) for part, task, rows in work._leaving._held
+        ]
+        return [held, work._leaving.count]
     if isinstance(work, PutWork):
         staged = work._staging
         return [
@@ -308,6 +322,7 @@ def partition_picture(partition: Any) -> dict[str, Any]:
         "spec": partition.spec,
         "version": partition.version,
         "evicted": (dict(partition.flow.evicted), list(partition.table.lost_ids)),
+        "flow": (partition.flow.version, list(partition.flow.reported)),
         "written": partition.table.written,
         "ids": partition.ids[rows].tolist(),
         "tags": partition.tags[rows].tolist(),
