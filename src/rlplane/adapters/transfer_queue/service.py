@@ -23,7 +23,7 @@ from rlplane.service.journal import Journal
 from rlplane.service.recovery import recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
-from rlplane.service.stall import use_small_pages
+from rlplane.service.stall import collect_new_garbage_only, use_small_pages
 from rlplane.storage.chunks import chunks_of
 from rlplane.storage.keyed import BackgroundDiscard, KeyedHost
 from rlplane.storage.places import Place
@@ -81,6 +81,7 @@ class ServiceActor:
             reserve_for_live=share,
         )
         plane.service = {"address": address, "token": token}
+        collect_new_garbage_only()
         threading.Thread(target=self._server.run, name="rlplane-service", daemon=True).start()
         self._watch = UnitWatch(plane, self._store, self._server)
 
