@@ -215,7 +215,12 @@ class GroupQueue(ReadyQueue):
             self.line.offer(self._whole.leaders_of(rows))
 
     def restore(self, rows: Rows) -> None:
-        self._join_all(self._gathered_again(rows.tolist()), at_front=True)
+        numbers = rows.tolist()
+        whole = self._gathered_again(numbers)
+        # A group comes back with the first of its members, also if others of them have come back before.
+        place = {row: at for at, row in enumerate(numbers)}
+        whole.sort(key=lambda group: min(place.get(row, len(place)) for row in group))
+        self._join_all(whole, at_front=True)
 
     def _gathered_again(self, rows: list[int]) -> list[list[int]]:
         """Gather rows that were ready before, ahead of those that are gathering now; return the groups that

@@ -50,7 +50,10 @@ class ListOfGroups:
                 self.whole += self._gather(groups[row], [row])
 
     def restore(self, rows: list[Any], groups: dict[Any, str]) -> None:
-        self.whole = self._gather_ahead(rows, groups) + self.whole
+        whole = self._gather_ahead(rows, groups)
+        # A group comes back with the first of its members.
+        whole.sort(key=lambda group: min(rows.index(row) if row in rows else len(rows) for row in group))
+        self.whole = whole + self.whole
 
     def look_again(self, name: str, groups: dict[Any, str]) -> None:
         """The task keeps more or fewer members of a group than it did: who is whole, and who waits again?"""

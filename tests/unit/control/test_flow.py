@@ -278,6 +278,15 @@ def test_an_order_follows_the_tags_however_many_other_orders_were_asked_for(grou
 # Groups that end short
 
 
+def test_a_group_that_comes_back_bit_by_bit_stands_where_it_was_claimed() -> None:
+    state = plane(group_size=2)
+    write(state, ["a_g0", "a_g1", "b_g0", "b_g1"], "x")
+    assert claim(state, 4, owner=1) == ["a_g0", "a_g1", "b_g0", "b_g1"]
+    at_once.unclaim(state, "p", "t", ["a_g0"], 1)
+    at_once.release_owner(state, 1)
+    assert claim(state, 4) == ["a_g1", "a_g0", "b_g0", "b_g1"]
+
+
 def test_two_groups_of_one_name_with_a_size_of_their_own_are_a_tail() -> None:
     state = plane(group_size=2)
     write(state, [f"a_g{n}" for n in range(6)], "x", tags=[{"group_size": 3}] * 6)
