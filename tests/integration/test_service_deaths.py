@@ -233,6 +233,20 @@ def test_a_client_that_only_computes_is_not_taken_for_dead_after_a_restart() -> 
         assert client.service_status()["clients"] == 2
 
 
+def test_a_client_that_closes_while_the_service_is_started_again_is_not_waited_for() -> None:
+    with _client(reconnect_timeout_s=600.0) as client:
+        client.register_partition("p", ["x"], 10, ["t"])
+        client.put_samples(["a"], "p", batch(["a"], 1))
+        worker = ShmDataPlaneClient(worker_config(client), bootstrap=False)
+        worker.claim_meta("p", "t", ["x"], 1)
+        _kill(client)
+        lifeline = worker._link().connection._lifeline  # type: ignore[attr-defined]
+        while lifeline.is_alive():
+            time.sleep(0.001)
+        worker.close()
+        assert client.claim_meta("p", "t", ["x"], 1, timeout_s=60).sample_ids == ["a"]
+
+
 @pytest.mark.parametrize("keys", [{"reconnect_timeout_s": 0}, {"journal": False}])
 def test_without_reconnecting_a_death_is_an_error_at_once_and_leaves_nothing(keys: dict[str, Any]) -> None:
     client = _client(**keys)

@@ -375,6 +375,57 @@ plane.close()
 """
 
 
+KILLED_WHEN_FULL = """
+import os, signal
+import torch
+from tensordict import TensorDict
+from rlplane.config import load_config
+from rlplane.factory import build_data_plane_client
+plane = build_data_plane_client(load_config("shm", {"global_segment_size": "256 MiB"}))
+plane.register_partition("flow", ["x"], 10**6, ["train"])
+written = 0
+for size in (2**20, 2**15, 2**12):
+    try:
+        while True:
+            x = torch.full((1, size), written % 251, dtype=torch.uint8)
+            plane.put_samples([str(written)], "flow", TensorDict({"x": x}, batch_size=[1]), timeout_s=0.1)
+            written += 1
+    except TimeoutError:
+        pass
+for _ in range(300):
+    plane.unclaim(plane.claim_meta("flow", "train", ["x"], 1))
+os.kill(plane.service_status()["pid"], signal.SIGKILL)
+ids = plane.list_sample_ids("flow")
+print(written > 30, sorted(map(int, ids)) == list(range(written)))
+for sample_id in ids:
+    assert (plane.get_samples([sample_id], "flow", ["x"])["x"] == int(sample_id) % 251).all()
+plane.close()
+"""
+
+
+def test_a_plane_that_has_filled_dev_shm_survives_its_service():
+    result = with_32_mib(KILLED_WHEN_FULL)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "True True\n"
+    assert "the journal cannot be written" not in result.stderr
+
+
+def with_32_mib(program):
+    """Run a program in a mount namespace of its own, with a /dev/shm of 32 MiB."""
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a small /dev/shm of its own needs root and unshare")
+    probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"mount namespaces are not allowed here: {probe.stderr.decode()}")
+    setup = 'mount -t tmpfs -o size=32m tmpfs /dev/shm && exec "$0" -c "$1"'
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-c", setup, sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
 def test_a_put_waits_for_a_full_dev_shm_and_nothing_is_corrupted():
     """In a mount namespace of its own, with a /dev/shm of 32 MiB."""
     if shutil.which("unshare") is None or os.geteuid() != 0:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -201,17 +202,32 @@ class AsyncConnection:
         if self._reopen is not None and self.ended is None:
             if not self._is_reopening:
                 self._is_reopening = True
-                self.loop.run_in_executor(None, self._reopen).add_done_callback(self._reopened)
+                # Not one of the loop's threads: they may all be waiting for what this client brings.
+                threading.Thread(
+                    target=self._open_again, args=(self._reopen,), name="rlplane-reopen", daemon=True
+                ).start()
             return
         self._give_up(self._owner.gone())
 
-    def _reopened(self, opening: asyncio.Future[AsyncChannel]) -> None:
+    def _open_again(self, reopen: Callable[[], AsyncChannel]) -> None:
+        """In a thread, because it waits."""
+        opened: AsyncChannel | Exception
+        try:
+            opened = reopen()
+        except Exception as error:
+            opened = error
+        try:
+            self.loop.call_soon_threadsafe(self._reopened, opened)
+        except RuntimeError:  # the loop has ended
+            if not isinstance(opened, Exception):
+                opened.forget()
+
+    def _reopened(self, opened: AsyncChannel | Exception) -> None:
         self._is_reopening = False
-        error = asyncio.CancelledError() if opening.cancelled() else opening.exception()
-        if error is not None:
-            self._give_up(error if isinstance(error, DataPlaneError) else self._owner.gone())
+        if isinstance(opened, Exception):
+            self._give_up(opened if isinstance(opened, DataPlaneError) else self._owner.gone())
             return
-        self._channel = opening.result()
+        self._channel = opened
         if self.ended is not None:
             self._channel.close()
             return

@@ -33,6 +33,7 @@ _ANSWER_TIMEOUT_S = 10.0
 _LONGEST_WAIT_S = 3600.0  # of one poll: a socket takes no timeout of years
 _PIECE = 256 * 1024
 _RETRY_S = 0.02
+_CLOSE_S = 5.0
 _ABANDONED_REMEMBERED = 256
 
 
@@ -263,6 +264,7 @@ class SocketConnection:
 
     def close(self) -> None:
         """See :class:`Connection`."""
+        self._wait_for_service()
         with self._lock:
             if self.closed:
                 return
@@ -281,6 +283,18 @@ class SocketConnection:
             if channel.lock.acquire(timeout=1.0):
                 channel.lock.release()
         self._lifeline.say_goodbye()
+
+    def _wait_for_service(self) -> None:
+        """A service that is being started again would wait for this client, as it does not know that it has
+        closed. The thread that watches brings it back."""
+        deadline = time.monotonic() + _CLOSE_S
+        while (
+            self._reconnect_timeout_s
+            and not self.closed
+            and not self._lifeline.is_alive()
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_RETRY_S)
 
     def forget(self) -> None:
         """In a forked child: let go of everything that is the parent's, without telling anybody."""

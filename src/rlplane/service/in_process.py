@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import itertools
 import os
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TypeAlias
 
 from rlplane.errors import ClientClosedError, DataPlaneError, PlaneConnectionError
@@ -179,7 +181,7 @@ class LocalService:
             self._storage.close()
 
     def _call(self, function: Callable[[], None]) -> None:
-        with self._lock:
+        with self._lock, _Uninterrupted():
             started = time.monotonic()
             self._service.now, self._service.wall = started, time.time()
             self._caller = threading.get_ident()
@@ -201,13 +203,35 @@ class LocalService:
             self._listeners[request.client](request.number, body)
 
 
+class _Uninterrupted:
+    """Inside, Ctrl-C waits: it would leave the state half changed. A service in a process of its own has no
+    such callers."""
+
+    __slots__ = ("_came", "_handler")
+
+    def __enter__(self) -> None:
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._handler = None
+        if threading.get_ident() == threading.main_thread().ident:  # others are never interrupted
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, lambda number, frame: self._came.append((number, frame)))
+
+    def __exit__(self, *error: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            if self._came:
+                self._handler(*self._came[0])
+
+
 class _Answer:
     """The answer to one request, once it is there; a long one is copied by whoever waits for it."""
 
     __slots__ = ("body", "long", "ready")
 
     def __init__(self) -> None:
-        self.ready = threading.Event()
+        self.ready = _Flag()
         self.body = b""
         self.long: CopiedAnswer | None = None
 
@@ -219,6 +243,26 @@ class _Answer:
         else:
             self.body = body
         self.ready.set()
+
+
+class _Flag:
+    """An ``Event`` that one thread waits for, and that is set once. Of a real one an interrupt while it is
+    waited for can keep the lock, and whoever sets it hangs."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._unset.release()
+
+    def wait(self, timeout: float) -> bool:
+        return self._is_set or self._unset.acquire(timeout=timeout)
 
 
 class InProcessConnection:

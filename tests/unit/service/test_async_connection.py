@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -246,6 +247,24 @@ async def test_a_service_that_comes_back_gets_again_what_it_has_not_answered():
     assert service.sent[4:] == [(6, wire.Unclaim("p", "t", ["a", "b"]))]
     service.answer(wire.Done(), 6)
     await asyncio.wait_for(service.connection.close(), 5.0)
+
+
+async def test_a_service_that_comes_back_is_found_although_no_thread_of_the_loop_is_free():
+    """They may all be waiting for what this client is about to bring."""
+    loop, is_brought = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    waiting = loop.run_in_executor(None, is_brought.wait, 60)
+    service = Service(comes_back=True)
+    task = await service.start_claim()
+    service.may_come_back.set()
+    service.end()
+    try:
+        await until_sent_again(service, 1)
+        service.answer(CLAIMED, 1)
+        assert await task == CLAIMED
+    finally:
+        is_brought.set()
+    assert await waiting
 
 
 async def test_a_client_that_closes_while_the_service_is_away_does_not_wait_for_it():

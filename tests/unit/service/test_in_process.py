@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlplane.control import clearing, leaving, snapshots, unclaiming
+from rlplane.control import clearing, leaving, snapshots, state, unclaiming
 from rlplane.control.rules import PartitionSpec
 from rlplane.errors import ClientClosedError, InvalidRequestError, PlaneConnectionError
 from rlplane.service import in_process, long_answers, stall
@@ -548,3 +552,46 @@ def test_a_request_that_is_cancelled_before_it_is_handled_takes_nothing(
         assert large._service.state.partition("p").task("t").count == (0 if is_cancelled else 3)
 
     asyncio.run(run())
+
+
+def test_ctrl_c_in_the_middle_of_a_request_leaves_the_state_whole() -> None:
+    """It comes at one line of the control state after another, in the main thread, where it is raised."""
+    service = LocalService(1000, KeyedHost(2**30, lambda place: True))
+    connection = InProcessConnection(service)
+    connection.exchange(wire.Register(PartitionSpec.checked("p", ["x"], 1000, ["t"])))
+    own = str(Path(state.__file__).parent)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    written, left = 0, 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(own):
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    try:
+        for line in itertools.count(1):
+            left = line
+            sys.settrace(trace)
+            try:
+                connection.exchange(wire.Commit("p", 1, [f"s{line}"], [], [], None, 0, 1.0))
+            except KeyboardInterrupt:
+                pass
+            else:
+                written += 1
+            finally:
+                sys.settrace(None)
+            if left > 0:
+                break  # a put has no more lines than these
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert line > 20 and written >= 1
+    listed: Any = connection.exchange(wire.ListIds("p"))
+    claimed: Any = connection.exchange(wire.ClaimRequest("p", "t", [], 1000, False, 0.0))
+    assert sorted(claimed.ids) == sorted(listed.value) and f"s{line}" in listed.value
+    connection.exchange(wire.Clear("p", listed.value))
+    assert service._service.state.live == 0

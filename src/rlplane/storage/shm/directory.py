@@ -24,6 +24,8 @@ from rlplane.errors import PlaneConnectionError
 
 SHM = Path("/dev/shm")
 PREFIX = "rlplane-"
+_KEPT_FOR_JOURNAL = 4 * 2**20
+_NO_LIMIT = 2**63
 
 
 class PlaneDirectory:
@@ -109,6 +111,16 @@ class PlaneDirectory:
     def segments(self) -> dict[int, Path]:
         """The files of all segments that there are."""
         return {int(path.name.removeprefix("segment-")): path for path in self.path.glob("segment-*")}
+
+    @property
+    def room(self) -> int:
+        """How many bytes of the file system puts may still fill. The last are the journal's: without one the
+        plane does not survive its service."""
+        about = os.statvfs(self.path)
+        if not about.f_blocks:
+            return _NO_LIMIT
+        kept = min(_KEPT_FOR_JOURNAL, about.f_blocks * about.f_frsize // 16)
+        return about.f_bavail * about.f_frsize - kept
 
     def supervise(self) -> io.FileIO:
         """Say that this process starts the service again if it dies, until the file returned is closed."""

@@ -93,7 +93,7 @@ class ShmHost:
         except OSError as error:
             raise CapacityError(f"the control service cannot make shared memory: {error}") from error
         if place is not None and not place.at[2]:
-            short = place.size - _free_bytes(self.directory)
+            short = place.size - self.directory.room
             if short > 0:
                 self._arena.drop_cached(short)
         return place
@@ -187,11 +187,6 @@ class ShmHost:
         os.close(fd)
         with contextlib.suppress(OSError):
             os.unlink(self.directory.segment(number))
-
-
-def _free_bytes(directory: PlaneDirectory) -> int:
-    about = os.statvfs(directory.path)
-    return about.f_bavail * about.f_frsize
 
 
 def _data_in(fd: int, end: int) -> list[tuple[int, int]]:

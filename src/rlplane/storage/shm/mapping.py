@@ -53,15 +53,17 @@ class Segments:
         segment, offset, backed = place.at
         if backed:
             return
+        room = self._directory.room
         try:
+            if place.size > room:
+                raise OSError(errno.ENOSPC, "the rest is for the journal")
             os.posix_fallocate(self._segment(segment)[0], offset, place.size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-            stat = os.statvfs(self._directory.path)
             raise OutOfPagesError(
                 f"{self._directory.path.parent} is full: {place.size:,} bytes are needed and "
-                f"{stat.f_bavail * stat.f_frsize:,} are free; nothing was written"
+                f"{max(room, 0):,} are free; nothing was written"
             ) from error
 
     def private(self, place: Place, lease: ReadLease) -> Tensor:
