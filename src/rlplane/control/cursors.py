@@ -373,6 +373,11 @@ class Cursors:
 
     # What was claimed
 
+    def finish(self, task: TaskCursor, rows: Rows) -> None:
+        """Whoever has claimed these rows is done with them."""
+        self.table.about_to_differ(rows)
+        task.owner[rows] = NOBODY
+
     def finish_work(self, rows: Rows, owner: int, written: frozenset[str]) -> None:
         """Whoever writes a field of what it claimed has done its work: the claim is finished. A task that has
         declared what it produces is done when all of that is there."""
@@ -411,6 +416,7 @@ class Cursors:
         rows = rows[task.claimed[rows]]
         if not len(rows):
             return 0
+        self.table.about_to_differ(rows)
         rows = rows[np.argsort(task.sequence[rows])]
         task.place(rows, -self.table.stamps(len(rows)))
         task.owner[rows] = NOBODY
