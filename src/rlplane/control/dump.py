@@ -21,7 +21,7 @@ from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
 from rlplane.control.requests import NOBODY
 from rlplane.control.rules import PartitionSpec
-from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
+from rlplane.control.samples import NO_ROWS, STAMP_BITS, by_number
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep
 
@@ -142,7 +142,12 @@ class _PartitionDump:
         )
 
     def pieces(self) -> Iterator[bytes]:
-        rows = rows_by_birth(self._serials)
+        # In steps, each of which takes memory that the system has to find first.
+        rows = np.flatnonzero(self._serials >= 0)
+        yield b""
+        numbers = self._serials[rows]
+        yield b""
+        rows = by_number(rows, numbers)
         yield b""
         yield from _pieces_of_struct(
             self._saved,

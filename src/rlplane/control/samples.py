@@ -347,9 +347,13 @@ class SampleTable:
 def rows_by_birth(serials: NDArray[np.int64]) -> Rows:
     """The rows that have a serial number, in the order of these."""
     rows = np.flatnonzero(serials >= 0)
+    return by_number(rows, serials[rows])
+
+
+def by_number(rows: Rows, numbers: Rows) -> Rows:
+    """Rows in the order of numbers that are all different."""
     if not len(rows):
         return rows
-    numbers = serials[rows]
     if (numbers[1:] > numbers[:-1]).all():
         return rows
     first, last = int(numbers.min()), int(numbers.max())
