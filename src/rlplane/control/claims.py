@@ -72,6 +72,8 @@ class Claims:
             rows = self._ready_in_step(queue, claim, step)[:count]
             queue.take(rows)
         if len(rows):
+            if self._table.savers:
+                self._table.about_to_differ(rows)
             self._flow_control.note_claim(task, rows)
             # What the ranks of a step share belongs to none of them: one that dies gets its part again.
             task.take(rows, claim.owner if claim.step is None else NOBODY, popped_from=queue)

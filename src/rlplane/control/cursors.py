@@ -391,6 +391,11 @@ class Cursors:
 
     # What was claimed
 
+    def finish(self, task: TaskCursor, rows: Rows) -> None:
+        """Whoever has claimed these rows is done with them."""
+        self.table.about_to_differ(rows)
+        task.owner[rows] = NOBODY
+
     def finish_work(self, rows: Rows, owner: int, written: frozenset[str]) -> None:
         """Whoever writes a field of what it claimed has done its work: the claim is finished. A task that has
         declared what it produces is done when all of that is there."""
@@ -432,6 +437,7 @@ class Cursors:
     def begin_return(self, task: TaskCursor, rows: Rows) -> None:
         """Claimed rows are about to come back, one slice after the other, with :meth:`put_back`. Nobody can
         have them before, and who waits for what is left waits for them too."""
+        self.table.about_to_differ(rows)
         task.owner[rows], task.is_returning = LEAVING, True
         self._untrain(task, rows)
 
@@ -440,6 +446,7 @@ class Cursors:
         rows = rows[task.claimed[rows]]
         if not len(rows):
             return 0
+        self.table.about_to_differ(rows)
         rows = rows[np.argsort(task.sequence[rows])]
         task.place(rows, -self.table.stamps(len(rows)))
         task.owner[rows] = NOBODY

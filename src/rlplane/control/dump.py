@@ -15,13 +15,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlplane.control.copies import Copies
 from rlplane.control.cursors import TaskCursor
 from rlplane.control.fields import FieldIndex, Rows
 from rlplane.control.flow import NEVER, NO_TICKET, SavedFlow
 from rlplane.control.partition import Partition
 from rlplane.control.requests import LEAVING, NOBODY
 from rlplane.control.rules import PartitionSpec
-from rlplane.control.samples import NO_ROWS, STAMP_BITS, rows_by_birth
+from rlplane.control.samples import NO_ROWS, STAMP_BITS, by_number
 from rlplane.control.state import ControlState
 from rlplane.control.steps import SavedStep
 
@@ -87,8 +88,7 @@ class SavedState(msgspec.Struct):
 class StateDump:
     """The state as it is when this is made, whatever happens to it while it is written.
 
-    Making one copies columns, which takes milliseconds for a million samples; what takes longer is done piece
-    by piece. Tags are replaced and never changed, so they need not be copied.
+    Columns are copied a slice at a time. Tags are replaced and never changed, so they need not be.
     """
 
     def __init__(self, state: ControlState) -> None:
@@ -98,28 +98,37 @@ class StateDump:
         self._partitions = [_PartitionDump(partition) for partition in state.partitions.values()]
 
     def pieces(self) -> Iterator[bytes]:
-        """What :func:`~rlplane.control.loading.pieces_of` takes, in pieces of some milliseconds."""
+        """What :func:`~rlplane.control.loading.pieces_of` takes, in pieces of some milliseconds. Some are
+        empty, and took as long."""
+        for each in self._partitions:
+            while not each.copies.copy_some():
+                yield b""
         partitions = itertools.chain(
             [_header(_ARRAY, len(self._partitions))], *(each.pieces() for each in self._partitions)
         )
         saved = SavedState(SCHEMA_VERSION, self._stamp, [])
-        return _pieces_of_struct(saved, {"partitions": partitions})
+        yield from _pieces_of_struct(saved, {"partitions": partitions})
 
 
 class _PartitionDump:
     def __init__(self, partition: Partition) -> None:
         table, flow = partition.table, partition.flow
-        self._ids, self._tags, self._groups = table.ids.copy(), table.tags.copy(), table.groups.copy()
-        self._serials, self._born, self._stamp = table.serial.copy(), table.born.copy(), table.stamp.copy()
-        self._fields = [_FieldDump(name, column) for name, column in table.columns.items()]
+        self.copies = copies = Copies(table)
+        self._ids, self._tags = copies.column(table, "ids"), copies.column(table, "tags")
+        self._groups, self._serials = copies.column(table, "groups"), copies.column(table, "serial")
+        self._born, self._stamp = copies.column(table, "born"), copies.column(table, "stamp")
+        self._fields = [_FieldDump(copies, name, column) for name, column in table.columns.items()]
         next_event = table.events + 1
-        self._tasks = [_TaskDump(partition, task, next_event) for task in partition.tasks.values()]
+        self._tasks = [
+            _TaskDump(copies, partition, task, self._groups, next_event) for task in partition.tasks.values()
+        ]
         self._flow = flow.saved(NO_ROWS)
-        self._by_row = (
-            {"tickets": (flow.tickets, NO_TICKET), "begun": (flow.begun.copy(), NEVER)}
-            if flow.is_used
-            else {}
-        )
+        self._by_row = {}
+        if flow.is_used:
+            self._by_row = {
+                "tickets": (copies.column_read_by(flow.tickets), NO_TICKET),
+                "begun": (copies.column(flow, "begun"), NEVER),
+            }
         # What is small is here already.
         self._saved = SavedPartition(
             table.spec,
@@ -138,16 +147,22 @@ class _PartitionDump:
         )
 
     def pieces(self) -> Iterator[bytes]:
-        rows = rows_by_birth(self._serials)
+        # In steps, each of which takes memory that the system has to find first.
+        rows = np.flatnonzero(self._serials >= 0)
+        yield b""
+        numbers = self._serials[rows]
+        yield b""
+        rows = by_number(rows, numbers)
+        yield b""
         yield from _pieces_of_struct(
             self._saved,
             {
                 "ids": _pieces_of_list(self._ids, rows),
                 "tags": _pieces_of_list(self._tags, rows),
                 "groups": _pieces_of_list(self._groups, rows),
-                "born": _piece_of_column(self._born, rows),
-                "serials": _piece_of_column(self._serials, rows),
-                "stamps": _piece_of_column(self._stamp, rows),
+                "born": _pieces_of_column(self._born, rows),
+                "serials": _pieces_of_column(self._serials, rows),
+                "stamps": _pieces_of_column(self._stamp, rows),
                 "columns": itertools.chain(
                     [_header(_ARRAY, len(self._fields))], *(field.pieces(rows) for field in self._fields)
                 ),
@@ -163,73 +178,84 @@ class _PartitionDump:
 
 
 class _FieldDump:
-    def __init__(self, name: str, column: FieldIndex) -> None:
+    def __init__(self, copies: Copies, name: str, column: FieldIndex) -> None:
         self._saved = SavedField(name, column.declared, b"", b"", b"", column.stamped)
-        self._block, self._position = column.block.copy(), column.position.copy()
-        self._stamp = column.stamp.copy()
-        self._turns = column.turns.of(np.arange(len(self._block)))
+        self._block, self._position = copies.column(column, "block"), copies.column(column, "position")
+        self._stamp = copies.column(column, "stamp")
+        self._turns = copies.turns(column.turns)
 
     def pieces(self, rows: Rows) -> Iterator[bytes]:
         large = {
-            "blocks": _piece_of_column(self._block, rows),
-            "positions": _piece_of_column(self._position, rows),
-            "stamps": _piece_of_column(self._stamp, rows),
+            "blocks": _pieces_of_column(self._block, rows),
+            "positions": _pieces_of_column(self._position, rows),
+            "stamps": _pieces_of_column(self._stamp, rows),
+            "turns": self._pieces_of_turns(rows),
         }
-        self._saved.turns = self._saved_turns(rows)
         return _pieces_of_struct(self._saved, large)
 
-    def _saved_turns(self, rows: Rows) -> bytes:
-        of_rows, (blocks, positions) = self._turns
-        place_of = np.zeros(len(self._block), np.int64)
-        place_of[rows] = np.arange(len(rows))
-        turns = np.column_stack((place_of[of_rows], blocks, positions.astype(np.int64)))
-        return turns[np.argsort(turns[:, 0], kind="stable")].tobytes()
+    def _pieces_of_turns(self, rows: Rows) -> Iterator[bytes]:
+        yield _header_of_bytes(24 * self._turns.count)
+        for at in range(0, len(rows) if self._turns else 0, _NUMBERS_AT_ONCE):
+            places, (blocks, positions) = self._turns.of(rows[at : at + _NUMBERS_AT_ONCE])
+            yield np.column_stack((at + places, blocks, positions)).tobytes()
 
 
 class _TaskDump:
-    def __init__(self, partition: Partition, task: TaskCursor, next_event: int) -> None:
+    def __init__(
+        self, copies: Copies, partition: Partition, task: TaskCursor, groups: NDArray[Any], next_event: int
+    ) -> None:
         self._saved = SavedTask(task.name, b"", b"", dict(task.kept))
-        self._claimed, self._unfinished = task.claimed.copy(), task.owner != NOBODY
-        self._uses = None if task.uses is None else task.uses.copy()
-        self._places = None if task.places is None else task.places.copy()
-        held = np.flatnonzero(self._unfinished)
+        self._next_event, self._groups, self._group_size = next_event, groups, partition.spec.group_size
+        self._sizes = dict(partition.groups.sizes)
+        self._is_returning = task.is_returning
+        self._claimed, self._owner = copies.column(task, "claimed"), copies.column(task, "owner")
+        self._sequence = copies.column(task, "sequence")
+        self._uses = None if task.uses is None else copies.column(task, "uses")
+        self._places = None if task.places is None else copies.column(task, "places")
+
+    def pieces(self, rows: Rows) -> Iterator[bytes]:
+        unfinished = self._owner != NOBODY
+        held = np.flatnonzero(unfinished)
         if len(held):
             # As if they came back now, for a load that releases them. Otherwise the place of what is claimed
             # means nothing.
             if self._places is None:
                 self._places = np.zeros(len(self._claimed), np.int64)
-            held = held[np.argsort(task.sequence[held])]
-            self._places[held] = -((next_event << STAMP_BITS) + np.arange(len(held)))
-        if task.is_returning:
-            self._return(partition, np.flatnonzero(task.owner == LEAVING))
+            held = held[np.argsort(self._sequence[held])]
+            self._places[held] = -((self._next_event << STAMP_BITS) + np.arange(len(held)))
+        if self._is_returning:
+            returning = np.flatnonzero(self._owner == LEAVING)
+            unfinished[returning] = False
+            self._return(returning)
+        yield b""
+        large = {
+            "claimed": _pieces_of_column(self._claimed, rows),
+            "unfinished": _pieces_of_column(unfinished, rows),
+        }
+        if self._uses is not None:
+            large["uses"] = _pieces_of_column(self._uses, rows)
+        if self._places is not None:
+            large["places"] = _pieces_of_column(self._places, rows)
+        yield from _pieces_of_struct(self._saved, large)
 
-    def _return(self, partition: Partition, rows: Rows) -> None:
+    def _return(self, rows: Rows) -> None:
         """Let what is about to come back be back."""
-        self._claimed[rows] = self._unfinished[rows] = False
-        names = partition.table.groups
-        kept = Counter(names[self._claimed].tolist())
-        for name in set(names[rows].tolist()) if partition.spec.group_size else ():
-            left = kept[name] % partition.groups.size_of(name)
+        self._claimed[rows] = False
+        if not self._group_size:
+            return
+        kept = Counter(self._groups[self._claimed].tolist())
+        for name in set(self._groups[rows].tolist()):
+            left = kept[name] % self._sizes.get(name, self._group_size)
             self._saved.kept.pop(name, None)
             if left:
                 self._saved.kept[name] = left
-
-    def pieces(self, rows: Rows) -> Iterator[bytes]:
-        large = {
-            "claimed": _piece_of_column(self._claimed, rows),
-            "unfinished": _piece_of_column(self._unfinished, rows),
-        }
-        if self._uses is not None:
-            large["uses"] = _piece_of_column(self._uses, rows)
-        if self._places is not None:
-            large["places"] = _piece_of_column(self._places, rows)
-        return _pieces_of_struct(self._saved, large)
 
 
 # MessagePack, so far as it has to be put together from pieces: the first byte of short arrays and maps, and
 # the first bytes of longer ones.
 _ARRAY, _MAP = (0x90, 0xDC), (0x80, 0xDE)
 _SAMPLES_AT_ONCE = 8192
+_NUMBERS_AT_ONCE = 65_536
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -240,6 +266,11 @@ def _header(kind: tuple[int, int], count: int) -> bytes:
     if count < 2**16:
         return bytes([long]) + count.to_bytes(2, "big")
     return bytes([long + 1]) + count.to_bytes(4, "big")
+
+
+def _header_of_bytes(count: int) -> bytes:
+    first, width = (0xC4, 1) if count < 2**8 else (0xC5, 2) if count < 2**16 else (0xC6, 4)
+    return bytes([first]) + count.to_bytes(width, "big")
 
 
 def _pieces_of_struct(struct: msgspec.Struct, large: Mapping[str, Iterable[bytes]]) -> Iterator[bytes]:
@@ -273,8 +304,10 @@ def _pieces_of_map(column: NDArray[np.int64], rows: Rows, nothing: int) -> Itera
         ]
 
 
-def _piece_of_column(column: NDArray[Any], rows: Rows) -> Iterator[bytes]:
-    yield _encode(column[rows].tobytes())
+def _pieces_of_column(column: NDArray[Any], rows: Rows) -> Iterator[bytes]:
+    yield _header_of_bytes(column.itemsize * len(rows))
+    for at in range(0, len(rows), _NUMBERS_AT_ONCE):
+        yield column[rows[at : at + _NUMBERS_AT_ONCE]].tobytes()
 
 
 def block_names(data: bytes) -> dict[int, str]:

@@ -71,10 +71,10 @@ class FlowState:
         """How many prompts have a ticket, or had one and were trained."""
         return self._next_ticket - len(self._free)
 
-    @property
-    def tickets(self) -> Rows:
-        """The ticket of each row."""
-        return np.where(self.places == NO_TICKET, NO_TICKET, self.places + self._oldest)
+    def tickets(self, rows: Rows | slice) -> Rows:
+        """The ticket of each of these rows."""
+        places = self.places[rows]
+        return np.where(places == NO_TICKET, NO_TICKET, places + self._oldest)
 
     def grow(self, size: int) -> None:
         """Make room for rows up to ``size``."""
@@ -212,7 +212,7 @@ class FlowState:
 
     def saved(self, rows: Rows) -> SavedFlow:
         """For a checkpoint that has these rows in this order."""
-        tickets, begun = self.tickets[rows], self.begun[rows]
+        tickets, begun = self.tickets(rows), self.begun[rows]
         is_trained = np.zeros(len(self._done), bool)
         is_trained[self._places_of(slice(None))] = True
         is_trained &= self._done

@@ -61,5 +61,6 @@ class Marking:
         if table.spec.group_size and len(rows) > _SAMPLES_AT_ONCE and not cursor.waiting:
             # To take so many out of their groups takes long. The next claim gathers them anew, in slices.
             cursor.queues.clear()
+        table.about_to_differ(rows)
         cursor.take(rows, NOBODY)
         self.is_marked = True

@@ -113,6 +113,7 @@ class Partition:
                 # Refused before anything changes when a live sample belongs to no group.
                 rows = table.live_rows(None).tolist()
                 groups = [table.groups[row] or group_of(table.ids[row], table.tags[row]) for row in rows]
+                table.about_to_differ(np.array(rows, np.int64))
                 for row, group in zip(rows, groups, strict=True):
                     table.groups[row] = group
             for task in self.tasks.values():
@@ -200,6 +201,8 @@ class Partition:
         """Write a checked put; return what its rows referred to before."""
         if not put.ids:
             return []
+        if self.table.savers:
+            self.table.about_to_differ(_known_rows(put))
         retagged = NO_ROWS
         if put.tags is not None:
             retagged = _known_rows(put)
@@ -299,6 +302,7 @@ class Partition:
 
     def remove(self, rows: Rows) -> list[BlockRows]:
         """Drop rows; return what they referred to, for each field."""
+        self.table.about_to_differ(rows)
         for task in self.tasks.values():
             task.remove(rows)
         self.looking.remove(rows)
@@ -358,6 +362,7 @@ class Partition:
 
     def lose(self, name: str, rows: Rows) -> BlockRows:
         """Rows have lost their value of a field; return what they referred to."""
+        self.table.about_to_differ(rows)
         whole, gone = self.columns[name].lose(rows)
         for task in self.tasks.values():
             for (required, _), queue in task.queues.items():
@@ -381,6 +386,7 @@ class Partition:
             short = {"expected": expected, "members": len(finished), "reason": reason}
             rows = np.array(finished, np.int64)
             self.table.about_to_change(rows)
+            self.table.about_to_differ(rows)
             for row in finished:
                 self.tags[row] = {**self.tags[row], "short_group": short}
             self.looking.tagged(rows, rows)

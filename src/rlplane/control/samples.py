@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
+from rlplane.control.copies import Copies
 from rlplane.control.fields import BlockRows, FieldIndex, Pieces, Rows, pieces_of
 from rlplane.control.names import Names
 from rlplane.control.requests import Put
@@ -38,6 +39,7 @@ class SampleTable:
         self.rows = Names()
         self.watchers: list[set[str]] = []  # each gets the ids of samples that are touched
         self.readers: list[ref[Snapshot]] = []  # what is not read yet of these is not to be changed unseen
+        self.savers: list[ref[Copies]] = []  # the same for what is being saved
         self.size = 64
         self.ids = np.empty(self.size, object)
         self.tags = np.empty(self.size, object)
@@ -140,7 +142,7 @@ class SampleTable:
         return places
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "readers": []}  # a dump has what they read
+        return {**vars(self), "readers": [], "savers": []}  # a dump has what they read
 
     # Changes
 
@@ -150,6 +152,13 @@ class SampleTable:
             snapshot = reader()
             if snapshot is not None:
                 snapshot.keep(rows)
+
+    def about_to_differ(self, rows: Rows) -> None:
+        """Anything of these rows will be other than it is: a field, who has claimed them, what they are."""
+        for saver in self.savers:
+            copies = saver()
+            if copies is not None:
+                copies.keep(rows)
 
     def stamps(self, count: int) -> Rows:
         """Stamps for so many samples to which something happens now: (event, place in it). They say in which
@@ -233,6 +242,8 @@ class SampleTable:
 
     def make_live(self, names: Names, rows: Rows, now: float) -> None:
         """Samples that were staged are there from now on."""
+        if self.savers:
+            self.about_to_differ(rows)
         self._find_again(names)
         self.rows.add_many(names)
         self.serial[rows] = np.arange(self.next_serial, self.next_serial + len(rows))
@@ -280,6 +291,8 @@ class SampleTable:
             self._grow(end)
         rows += range(self._unused, end)
         self._unused = end
+        if self.savers:
+            self.about_to_differ(np.array(rows, np.int64))
         return rows
 
     def _grow(self, needed: int) -> None:
@@ -334,9 +347,13 @@ class SampleTable:
 def rows_by_birth(serials: NDArray[np.int64]) -> Rows:
     """The rows that have a serial number, in the order of these."""
     rows = np.flatnonzero(serials >= 0)
+    return by_number(rows, serials[rows])
+
+
+def by_number(rows: Rows, numbers: Rows) -> Rows:
+    """Rows in the order of numbers that are all different."""
     if not len(rows):
         return rows
-    numbers = serials[rows]
     if (numbers[1:] > numbers[:-1]).all():
         return rows
     first, last = int(numbers.min()), int(numbers.max())

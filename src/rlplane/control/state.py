@@ -31,7 +31,7 @@ from rlplane.control.losing import Losing
 from rlplane.control.marking import Marking
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
-from rlplane.control.requests import NOBODY, Batch, Claim, Effects, LostRows, Put
+from rlplane.control.requests import Batch, Claim, Effects, LostRows, Put
 from rlplane.control.rules import PartitionSpec, check_claim, group_name
 from rlplane.control.staging import Staging
 from rlplane.control.steps import check_ranks
@@ -375,7 +375,7 @@ class ControlState:
         if self.partitions.get(partition.spec.partition_id) is not partition:
             return  # it was dropped meanwhile
         if unclaiming.is_finished:
-            cursor.owner[rows] = NOBODY
+            partition.cursors.finish(cursor, rows)
             return
         partition.cursors.put_back(cursor, rows)
         self._evict(partition, partition.flow_control.stale(rows), STALE, effects)

@@ -523,11 +523,11 @@ encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 class FrozenBlocks(msgspec.Struct, array_like=True):
-    """Where the bytes of a frozen plane are: its places by number, and for each block the number of its
-    place, its start in there, and its layout."""
+    """Where the bytes of a frozen plane are: for each block the number of its place, its start in there, and
+    its layout, and the places by number."""
 
-    places: dict[int, Place]
     blocks: dict[int, tuple[int, int, Layout]]
+    places: dict[int, Place]
 
 
 class FrozenPlane(FrozenBlocks):
@@ -536,19 +536,21 @@ class FrozenPlane(FrozenBlocks):
     state: bytes
 
     @staticmethod
-    def pieces(where: FrozenBlocks, state: Iterable[bytes]) -> Iterator[bytes]:
-        """How it travels."""
-        encoded = encode(where)
-        yield len(encoded).to_bytes(8, "big")
-        yield encoded
+    def pieces(where: Iterable[bytes], state: Iterable[bytes]) -> Iterator[bytes]:
+        """How it travels: its blocks, its state, and how long the first of these is."""
+        length = 0
+        for piece in where:
+            length += len(piece)
+            yield piece
         yield from state
+        yield length.to_bytes(8, "big")
 
     @classmethod
     def read(cls, data: bytes) -> FrozenPlane:
         """The plane that these pieces make together."""
-        end = 8 + int.from_bytes(data[:8], "big")
-        where = msgspec.msgpack.decode(memoryview(data)[8:end], type=FrozenBlocks)
-        return cls(where.places, where.blocks, data[end:])
+        end = int.from_bytes(data[-8:], "big")
+        where = msgspec.msgpack.decode(memoryview(data)[:end], type=FrozenBlocks)
+        return cls(where.blocks, where.places, data[end:-8])
 
 
 def failure_of(error: errors.DataPlaneError) -> Failure:

@@ -99,7 +99,11 @@ def test_tickets_are_given_trained_and_reused_as_by_dictionaries(
         else:
             getattr(flow, kind)(np.array(rows, np.int64))
             getattr(model, kind)(rows)
-        known = {row: ticket for row, ticket in enumerate(flow.tickets.tolist()) if ticket != NO_TICKET}
+        known = {
+            row: ticket
+            for row, ticket in enumerate(flow.tickets(slice(None)).tolist())
+            if ticket != NO_TICKET
+        }
         assert known == model.tickets
         assert flow.admitted == model.next - len(model.free)
         step = flow.current_step(BATCH)
