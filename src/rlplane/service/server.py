@@ -115,7 +115,8 @@ class Server:
         self._secrets: dict[int, str] = {}
         self._next_client = 0
         self._bootstrap: int | None = None
-        self._bootstrap_deadline = time.monotonic() + _BOOTSTRAP_MUST_CONNECT_S if needs_bootstrap else None
+        must_come = needs_bootstrap and (recovered is None or recovered.bootstrap is None)
+        self._bootstrap_deadline = time.monotonic() + _BOOTSTRAP_MUST_CONNECT_S if must_come else None
         # Clients whose lifeline is lost and who may come back, with the time at which they are given up.
         self._missing: dict[int, float] = {}
         self._reconnect_timeout_s = reconnect_timeout_s
@@ -123,7 +124,6 @@ class Server:
         if recovered is not None:
             self._secrets, self._bootstrap = dict(recovered.secrets), recovered.bootstrap
             self._next_client, self._in_use = recovered.next_client, recovered.places
-            self._bootstrap_deadline = None
             self._missing = dict.fromkeys(self._secrets, time.monotonic() + reconnect_timeout_s)
             self.service.set_clock(time.monotonic(), time.time())
             self._finish_recovery()

@@ -26,6 +26,7 @@ from rlplane.service.framing import Inbox, message
 from rlplane.service.journal import Journal
 from rlplane.service.lifeline import Lifeline
 from rlplane.service.questions import status_of
+from rlplane.service.recovery import recover
 from rlplane.service.server import Server
 from rlplane.service.sockets import connect, listen
 from rlplane.storage.keyed import KeyedHost
@@ -496,6 +497,18 @@ def test_a_service_whose_bootstrap_client_never_comes_ends(
 ) -> None:
     monkeypatch.setattr(server_module, "_BOOTSTRAP_MUST_CONNECT_S", 0.1)
     RunningServer(address, needs_bootstrap=True).join()
+
+
+def test_a_service_whose_journal_was_lost_ends_too_if_its_bootstrap_client_never_comes(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_BOOTSTRAP_MUST_CONNECT_S", 0.1)
+    recovered = recover(tmp_path, 10**6, 2**30)
+    plane = RunningServer(address, needs_bootstrap=True, journal=Journal(tmp_path), recovered=recovered)
+    try:
+        plane.join()
+    finally:
+        plane.server.stop()
 
 
 # Leases
