@@ -17,6 +17,7 @@ unclaiming.py  the end of a claim of many samples, a slice at a time
 leaving.py     what a client held that is gone, given back a slice at a time
 advancing.py   a new version, and what it makes too old, a slice at a time
 snapshots.py   ids and tags of many samples at one moment, read a slice at a time
+sorted_rows.py  many samples in an order, sorted while they are read
 losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready

@@ -20,7 +20,7 @@ from rlplane.control.flow import NO_TICKET, FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.looking import Looking
-from rlplane.control.ordered_rows import LongFront, OrderedRowQueue
+from rlplane.control.ordered_rows import LongFront, MatchingFront, OrderedRowQueue
 from rlplane.control.policies import LENGTH_TAG, tokens_of
 from rlplane.control.queues import Match, ReadyQueue
 from rlplane.control.requests import NOBODY, Batch, Claim
@@ -364,14 +364,16 @@ class Claims:
             yield from self._cursors.look_at_groups(task, key, order)
         elif order is not None:
             yield from self._cursors.look_at_queue(task, key, order)
-            queue = task.queues.get(key)
-            if isinstance(queue, OrderedRowQueue):
-                yield LongFront(queue, claim.batch_size)
-        matches = self._matches(claim)
+        else:
+            yield from self._cursors.look_at_rows(task, key)
+        matches, queue = self._matches(claim), task.queues.get(key)
+        if isinstance(queue, OrderedRowQueue):
+            size = claim.batch_size
+            yield LongFront(queue, size) if matches is None else MatchingFront(queue, matches, size)
+            return
         if matches is None:
             return
-        # Another queue that is not there yet is left to the claim: a look changes nothing.
-        queue = task.queues.get(key)
+        # A queue that is not there yet is left to the claim.
         rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
 
         def see(rows: Rows) -> int:

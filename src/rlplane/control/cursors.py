@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
-from rlplane.control.conditions import Look
+from rlplane.control.conditions import Look, Pause
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
@@ -224,19 +224,32 @@ class Cursors:
             assert queue.making is not None
             yield queue.making
 
+    def look_at_rows(self, task: TaskCursor, key: QueueKey) -> Iterator[Look]:
+        """Looks that build a queue of very many rows, before a claim asks for it."""
+        table = self.table
+        if key in task.queues or len(table.rows) <= _VERY_MANY_ROWS:
+            return
+        queue = RowQueue(table)  # most of this is getting memory from the system
+        yield Pause()
+        queue.grow(table.size)
+        is_wanted = self.tasks.get(task.name) is task and key not in task.queues
+        if is_wanted and not table.spec.group_size and table.columns.keys() >= set(key[0]):
+            self.fill(queue, task, key[0], self.ready(task, key[0], table.live_rows(None)))
+            self._keep(task, key, queue)
+            yield Pause()
+
     def look_at_queue(self, task: TaskCursor, key: QueueKey, order: Order) -> Iterator[Look]:
         """Looks that build the queue of an order, before a claim asks for it. It is there meanwhile, so that
         it takes part in all that happens, and what was there before comes to it a slice at a time."""
         table = self.table
         if key not in task.queues:
-            look = self._looking.look_at_keys(order)
-            if look is not None:
-                yield look
+            yield from self._looking.look_at_keys(order)
         queue = task.queues.get(key)
         if queue is None:
             queue = OrderedRowQueue(table, self._looking.keys(order))
             queue.is_whole = False
             self._keep(task, key, queue)
+            yield Pause()
         if queue.is_whole:
             return
         built = queue

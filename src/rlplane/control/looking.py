@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rlplane.control.conditions import Conditions, Look, Matches, key_of
+from rlplane.control.conditions import Conditions, Look, Matches, Pause, key_of
 from rlplane.control.fields import Rows
 from rlplane.control.ordered_rows import KnownKeys
 from rlplane.control.policies import Order
 from rlplane.control.requests import Batch
 from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
-from rlplane.control.snapshots import ids_and_tags_of
+from rlplane.control.snapshots import first_ids_and_tags_of, ids_and_tags_of
 from rlplane.control.tag_index import TagIndex
 from rlplane.control.versions import KnownVersions
 
@@ -83,12 +82,12 @@ class Looking:
             del self._keys[next(iter(self._keys))]
         return known
 
-    def look_at_keys(self, order: Order) -> Look | None:
-        """A look at what samples are sorted by, before they are."""
+    def look_at_keys(self, order: Order) -> Iterator[Look]:
+        """Looks at what samples are sorted by, before they are."""
         keys = self.keys(order)
-        if keys is None:
-            return None
-        return Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
+        if keys is not None:
+            yield Pause()  # what is new takes memory from the system, which takes time
+            yield Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
 
     def tag_index(self, tag: str) -> TagIndex:
         """The index of a tag, made when it is first asked for."""
@@ -108,9 +107,8 @@ class Looking:
         """Looks at the tags that :meth:`matching` and :meth:`peek` will ask about, one after the other."""
         if where:
             yield from self._look_for_matching(where)
-        look = None if order.kind == "fifo" else self.look_at_keys(order)
-        if look is not None:
-            yield look
+        if order.kind != "fifo":
+            yield from self.look_at_keys(order)
 
     def _look_for_matching(self, where: Mapping[str, Any]) -> Iterator[Look]:
         tag = _tag_with_value(where)
@@ -154,18 +152,10 @@ class Looking:
         elif order.kind != "fifo":
             keys = self.keys(order)
             assert keys is not None
-            rows = _first_by(keys(rows), rows, limit)
+            count = len(rows[:limit])
+            return Batch(*first_ids_and_tags_of(table, rows, keys(rows), count))
         rows = rows[:limit]
         return Batch(*ids_and_tags_of(table, rows))
-
-
-def _first_by(keys: NDArray[np.float64], rows: Rows, limit: int | None) -> Rows:
-    """The rows with the lowest keys, in their order, and of equal ones those that come first."""
-    if limit is not None and 0 < limit < len(rows):
-        near = keys <= np.partition(keys, limit - 1)[limit - 1]
-        keys, rows = keys[near], rows[near]
-    first: Rows = rows[np.argsort(keys, kind="stable")]
-    return first
 
 
 def _tag_with_value(where: Mapping[str, Any]) -> str | None:

@@ -27,8 +27,8 @@ def look_for_claim(state: ControlState, claim: Claim) -> Iterator[Look]:
 def sorts_many(
     state: ControlState, partition_id: str, task: str, fields: Sequence[str], order: str | None
 ) -> bool:
-    """Whether a claim in this order may have to sort so many samples, or to gather so many groups, that
-    others would wait."""
+    """Whether a claim in this order may have to sort so many samples, or to gather so many groups, or to
+    build so long a queue, that others would wait."""
     partition = state.partitions.get(partition_id)
     if partition is None or len(partition.rows) <= _MANY:
         return False
@@ -36,7 +36,7 @@ def sorts_many(
     if order is not None or (flow is not None and flow.training_order is not None):
         return True
     cursor = partition.tasks.get(task)
-    if cursor is None or not partition.spec.group_size:
+    if cursor is None:
         return False
     queue = cursor.queues.get((tuple(sorted(set(fields))), ""))
     return queue is None or not queue.is_whole

@@ -124,6 +124,77 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     assert again is not None and again()  # the queue is there
 
 
+@pytest.mark.parametrize("order", ["priority:v", "random:5"])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_claim_with_a_condition_in_an_order_is_looked_at_in_that_order(order: str, blocking: bool) -> None:
+    desk, size = filled_desk(), SAMPLES // 4
+    where = {"v": {">": SAMPLES // 2}}
+    body = wire.ClaimRequest("p", "t", [], size, blocking, FOREVER, where, order=order)
+    look = look_ahead(desk.service.state, body)
+    assert look is not None
+    while not look():
+        pass
+    partition = desk.service.state.partition("p")
+    matches, calls = partition.looking.conditions._matches[key_of(where)], 0
+    condition = matches._condition
+
+    def counted(tags: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return condition(tags)
+
+    matches._condition = counted
+    names = [name for name, row in partition.rows.items() if partition.tags[row]["v"] > SAMPLES // 2]
+    keys = Order(order).keys(names, [partition.tags[partition.rows[name]] for name in names])
+    wanted = [names[place] for place in np.argsort(keys, kind="stable")]
+    unclaimed = [i for i in wanted if not partition.task("t").claimed[partition.rows[i]]]
+    assert desk.ask(0, body).ids == unclaimed[:size]
+    assert calls <= 4096  # of one piece more
+
+
+@pytest.mark.parametrize("what", ["nothing", "put", "cleared", "grown", "claimed", "groups", "no task"])
+def test_the_first_queue_of_a_task_is_built_before_the_claim(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("rlplane.control.looking_ahead._MANY", 2)
+    monkeypatch.setattr("rlplane.control.cursors._VERY_MANY_ROWS", 2)
+    monkeypatch.setattr("rlplane.service.stall._SLICE_S", 0.0)
+    desk, ids = Desk(limit=64, segment=64), [f"{name}_g0" for name in "abcdef"]
+    desk.service.connect(0)
+    desk.register()
+    desk.put(0, ids)
+    body = wire.ClaimRequest("p", "t", ["x"], 100, False, FOREVER)
+    look = look_ahead(desk.service.state, body)
+    assert look is not None and not look()
+    left = ids
+    if what == "put":
+        desk.put(0, ["g_g0"])
+        left = [*ids, "g_g0"]
+    elif what == "cleared":
+        desk.ask(0, wire.Clear("p", ids[:2]))
+        left = ids[2:]
+    elif what == "grown":
+        more = [f"{number}_g0" for number in range(200)]
+        desk.put(0, more)
+        left = [*ids, *more][:100]
+    elif what == "claimed":
+        left = desk.claimed(0, 2) and ids[2:]
+    elif what == "groups":
+        desk.register(grpo_group_size=1)
+    elif what == "no task":
+        desk.register(consumer_tasks=["u"])
+    while not look():
+        pass
+    if what == "no task":
+        assert isinstance(desk.ask(0, body), wire.Failure)
+        return
+    task = desk.service.state.partition("p").task("t")
+    assert ((("x",), "") in task.queues) == (what != "groups")
+    assert desk.ask(0, body).ids == left
+    again = look_ahead(desk.service.state, body)
+    assert again is None or again()
+
+
 @pytest.mark.parametrize("limit", [None, 0, 5, SAMPLES + 100])
 @pytest.mark.parametrize("order", ["priority:v", "random:5"])
 def test_a_peek_in_an_order_is_looked_at_in_pieces(
