@@ -135,7 +135,7 @@ class Claims:
         of the same fields, or, if it has conditions, those with the same conditions.
         """
         answers: list[tuple[object, Batch | DataPlaneError]] = []
-        while task.waiting:
+        while task.waiting and not task.to_line_up:
             is_shared = any(claim.max_uses > 1 or claim.step is not None for claim in task.waiting)
             some = self._answer(task)
             answers += some

@@ -34,6 +34,11 @@ _VERY_MANY_ROWS = 1 << 16  # to sort more into a queue than these does
 # How often a queue of groups is begun, until it is made at once.
 _MOST_ATTEMPTS = 4
 
+# So many rows are lined up for claims that wait within some ten milliseconds, whatever the order. Only the
+# number of slices counts, so that a journal that is repeated has as many: what is left is done in the last.
+_ROWS_A_SLICE = 4096
+_FEWEST_SLICES = 4
+
 QueueKey = tuple[tuple[str, ...], str]
 """Which fields a queue's samples have, and in which order they are; empty: first ready, first claimed."""
 
@@ -53,6 +58,7 @@ class TaskCursor:
         "places",
         "queues",
         "sequence",
+        "to_line_up",
         "uses",
         "waiting",
         "writes",
@@ -76,6 +82,9 @@ class TaskCursor:
         # Of groups whose other members were put back: how many members this task has already.
         self.kept: dict[str, int] = {}
         self.waiting: list[Claim] = []
+        # How many slices are left until what came with a put of very many is in the queues, and the claims
+        # that wait are answered.
+        self.to_line_up = 0
         # The claim that was made last, and the fields that were written by whoever had claimed the samples:
         # what the task waits for, and what others wait for.
         self.last: Claim | None = None
@@ -147,6 +156,7 @@ class Cursors:
     def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState, looking: Looking) -> None:
         self.table, self._groups, self._flow, self._looking = table, groups, flow, looking
         self.tasks = {name: TaskCursor(name, table.size) for name in table.spec.tasks}
+        self.lining_up: list[TaskCursor] = []  # whose claims are not answered with what came last
 
     def task(self, name: str) -> TaskCursor:
         """The task of that name, or ``UnknownTaskError``."""
@@ -353,7 +363,10 @@ class Cursors:
         """These rows were written. Those that are ``all_new`` have exactly the fields that were written;
         ``changed``: not only their fields are different."""
         for task in self.tasks.values():
-            if len(rows) > _VERY_MANY_ROWS and not task.waiting:
+            if task.waiting and len(rows) > (_MANY_ROWS if self.table.spec.group_size else _VERY_MANY_ROWS):
+                self._postpone(task)
+            nobody_waits = not task.waiting or task.to_line_up > 0
+            if len(rows) > _VERY_MANY_ROWS and nobody_waits:
                 # To sort them in takes long. The next claim builds the queue anew, a slice at a time.
                 task.queues = {
                     key: queue
@@ -366,7 +379,7 @@ class Cursors:
                     len(rows) > _MANY_ROWS
                     and isinstance(queue, GroupQueue)
                     and queue.is_whole
-                    and not task.waiting
+                    and nobody_waits
                 ):
                     # Nobody waits for them: the next claim takes them in, a slice at a time.
                     queue.move(rows)
@@ -375,6 +388,12 @@ class Cursors:
                     self._offer_ready(task, required, queue, rows)  # new and whole: nothing to look up
                 elif changed or not written.isdisjoint(required):
                     self._offer(task, required, queue, rows)
+
+    def _postpone(self, task: TaskCursor) -> None:
+        """Let the claims that wait be answered some slices later, when the queues are whole again."""
+        if not task.to_line_up:
+            self.lining_up.append(task)
+        task.to_line_up = _FEWEST_SLICES + len(self.table.rows) // _ROWS_A_SLICE
 
     def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
         self._offer_ready(task, required, queue, self.ready(task, required, rows))

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlplane.control.claims import Claims
 from rlplane.control.conditions import Look
+from rlplane.control.cursors import TaskCursor
 from rlplane.control.policies import Order
 from rlplane.control.requests import Claim
 from rlplane.control.rules import check_claim, compile_where
@@ -40,6 +42,22 @@ def sorts_many(
         return False
     queue = cursor.queues.get((tuple(sorted(set(fields))), ""))
     return queue is None or not queue.is_whole
+
+
+def look_for_waiting(task: TaskCursor, claims: Claims) -> Iterator[Look]:
+    """What the claims of a task that wait will ask about."""
+    for claim in list(task.waiting):
+        if claim in task.waiting:
+            yield from claims.look_for(task, claim)
+
+
+def look_for_status(state: ControlState, partition_id: str) -> Iterator[Look]:
+    """What the status of a partition will ask about: how much is ready for each task."""
+    partition = state.partition(partition_id)
+    for task in list(partition.tasks.values()) if len(partition.rows) > _MANY else ():
+        claim = next(iter(task.waiting), task.last)
+        if claim is not None and partition.columns.keys() >= set(claim.fields):
+            yield from partition.claims.look_for(task, claim)
 
 
 def look_for(

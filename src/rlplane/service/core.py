@@ -38,7 +38,15 @@ from rlplane.service.journal import (
     Retried,
     WentOn,
 )
-from rlplane.service.long_work import AdvanceWork, ClearWork, LeaveWork, LongWork, LossWork, UnclaimWork
+from rlplane.service.long_work import (
+    AdvanceWork,
+    ClearWork,
+    LeaveWork,
+    LineUpWork,
+    LongWork,
+    LossWork,
+    UnclaimWork,
+)
 from rlplane.service.naming import note_names, take_names
 from rlplane.service.questions import answer_question, claimed
 from rlplane.service.reads import locate
@@ -340,6 +348,7 @@ class ControlService:
                 self.send(request, wire.Done(spare=self.reservations.spare_for(request)))
             else:
                 self.send(request, wire.failure_of(answer))
+        self.work.extend(LineUpWork(*where) for where in effects.lining_up)
         if effects.freed or effects.dropped:
             self.table.drop(effects, self.storage)
             self.retry_reservations()
