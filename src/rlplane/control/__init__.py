@@ -28,6 +28,7 @@ ordered_rows.py  samples in another order
 flow.py        what a partition remembers for its flow policy
 steps.py       batches that data-parallel ranks share
 tag_index.py   rows by the value of a tag, for tags that are asked for
+group_names.py  the groups that samples get when a partition is registered with groups
 versions.py    the version of each row, for policies that evict by it
 conditions.py  which rows satisfy the conditions that were asked for
 line.py        the order in which requests that wait for room get it

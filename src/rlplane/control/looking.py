@@ -10,6 +10,7 @@ import numpy as np
 
 from rlplane.control.conditions import Conditions, Look, Matches, Pause, key_of
 from rlplane.control.fields import Rows
+from rlplane.control.group_names import GroupNames
 from rlplane.control.ordered_rows import KnownKeys
 from rlplane.control.policies import Order
 from rlplane.control.requests import Batch
@@ -32,6 +33,7 @@ class Looking:
         self.indexes: dict[str, TagIndex] = {}
         self._keys: dict[str, KnownKeys] = {}
         self.versions: KnownVersions | None = None  # for a policy that goes by them
+        self.group_names: GroupNames | None = None  # for a registration that is about to come
 
     def keep_versions(self, tag: str | None) -> None:
         """Know the versions of samples by this tag from now on; None: nobody asks for them."""
@@ -48,6 +50,8 @@ class Looking:
                 keys.forget(again)
             if self.versions is not None:
                 self.versions.forget(again)
+            if self.group_names is not None:
+                self.group_names.forget(again)
         if self.versions is not None:
             self.versions(rows)
         for index in self.indexes.values():
@@ -69,6 +73,8 @@ class Looking:
             keys.forget(rows)
         if self.versions is not None:
             self.versions.forget(rows)
+        if self.group_names is not None:
+            self.group_names.forget(rows)
         for index in self.indexes.values():
             index.remove(rows.tolist())
 
@@ -109,6 +115,12 @@ class Looking:
             yield from self._look_for_matching(where)
         if order.kind != "fifo":
             yield from self.look_at_keys(order)
+
+    def look_at_groups(self) -> Iterator[Look]:
+        """Looks at which groups samples belong to, before the partition has groups."""
+        names = self.group_names = self.group_names or GroupNames(self._table)
+        yield Pause()
+        yield Look(self._table, self._table.live_rows(None), names.learn, math.inf)
 
     def _look_for_matching(self, where: Mapping[str, Any]) -> Iterator[Look]:
         tag = _tag_with_value(where)

@@ -11,7 +11,7 @@ from rlplane.control.conditions import Look
 from rlplane.control.cursors import TaskCursor
 from rlplane.control.policies import Order
 from rlplane.control.requests import Claim
-from rlplane.control.rules import check_claim, compile_where
+from rlplane.control.rules import PartitionSpec, check_claim, compile_where
 from rlplane.control.state import ControlState
 
 # Samples that are looked at within some milliseconds.
@@ -58,6 +58,15 @@ def look_for_status(state: ControlState, partition_id: str) -> Iterator[Look]:
         claim = next(iter(task.waiting), task.last)
         if claim is not None and partition.columns.keys() >= set(claim.fields):
             yield from partition.claims.look_for(task, claim)
+
+
+def look_for_registration(state: ControlState, spec: PartitionSpec) -> Iterator[Look]:
+    """What a registration will ask about: the groups of samples, if they had none or others."""
+    partition = state.partitions.get(spec.partition_id)
+    if partition is None or not spec.group_size or spec.group_size == partition.spec.group_size:
+        return
+    if len(partition.rows) > _MANY:
+        yield from partition.looking.look_at_groups()
 
 
 def look_for(

@@ -11,6 +11,7 @@ from tests.unit.service.service_harness import FOREVER, Desk
 from rlplane.control.conditions import key_of
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
+from rlplane.control.rules import PartitionSpec, group_name
 from rlplane.service import protocol as wire
 from rlplane.service import stall
 from rlplane.service.questions import status_of
@@ -193,6 +194,49 @@ def test_the_first_queue_of_a_task_is_built_before_the_claim(
     assert desk.ask(0, body).ids == left
     again = look_ahead(desk.service.state, body)
     assert again is None or again()
+
+
+@pytest.mark.parametrize("what", ["nothing", "tagged", "cleared", "grown", "no group"])
+def test_the_groups_of_samples_are_worked_out_before_a_registration(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("rlplane.control.looking_ahead._MANY", 2)
+    monkeypatch.setattr("rlplane.control.conditions._ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("rlplane.service.stall._SLICE_S", 0.0)
+    desk = Desk(limit=64, segment=64)
+    desk.service.connect(0)
+    desk.register()
+    groups = {f"{name}_g{member}": name for name in "abc" for member in range(2)}
+    desk.put(0, list(groups))
+    body = wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"], 2))
+    look = look_ahead(desk.service.state, body)
+    assert look is not None
+    for _ in range(3):
+        assert not look()
+    if what == "tagged":
+        desk.put(0, ["a_g0", "c_g1"], tags=[{"group": "other"}] * 2)
+        groups |= {"a_g0": "other", "c_g1": "other"}
+    elif what == "cleared":
+        desk.ask(0, wire.Clear("p", ["a_g0", "a_g1"]))
+        desk.put(0, ["new_g0"])  # in the row of one that was looked at
+        groups = {i: name for i, name in groups.items() if name != "a"} | {"new_g0": "new"}
+    elif what == "grown":
+        more = {f"n{number}_g0": f"n{number}" for number in range(100)}
+        desk.put(0, list(more))
+        groups |= more
+    elif what == "no group":
+        desk.put(0, ["loner"])
+    while not look():
+        pass
+    answer = desk.ask(0, body)
+    partition = desk.service.state.partition("p")
+    if what == "no group":
+        assert isinstance(answer, wire.Failure) and "loner" in answer.message
+        assert partition.table.groups.tolist() == [None] * partition.table.size
+        return
+    assert answer == wire.Done()
+    wanted = {i: group_name(name) for i, name in groups.items()}
+    assert {i: partition.table.groups[row] for i, row in partition.rows.items()} == wanted
 
 
 @pytest.mark.parametrize("limit", [None, 0, 5, SAMPLES + 100])
