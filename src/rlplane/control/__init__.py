@@ -20,6 +20,7 @@ leaving.py     what a client held that is gone, given back a slice at a time
 advancing.py   a new version, and what it makes too old, a slice at a time
 snapshots.py   ids and tags of many samples at one moment, read a slice at a time
 copies.py      columns at one moment, copied a slice at a time
+sorted_rows.py  many samples in an order, sorted while they are read
 losing.py      samples that have lost bytes, given up some rows at a time
 arrays.py      columns that grow
 queues.py      samples that are ready for a task, in the order in which they became ready
@@ -30,6 +31,7 @@ ordered_rows.py  samples in another order
 flow.py        what a partition remembers for its flow policy
 steps.py       batches that data-parallel ranks share
 tag_index.py   rows by the value of a tag, for tags that are asked for
+group_names.py  the groups that samples get when a partition is registered with groups
 versions.py    the version of each row, for policies that evict by it
 conditions.py  which rows satisfy the conditions that were asked for
 line.py        the order in which requests that wait for room get it

@@ -23,7 +23,7 @@ from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
 from rlplane.control.groups import GroupQueue
 from rlplane.control.looking import Looking
-from rlplane.control.ordered_rows import LongFront, OrderedRowQueue
+from rlplane.control.ordered_rows import LongFront, MatchingFront, OrderedRowQueue
 from rlplane.control.policies import LENGTH_TAG, tokens_of
 from rlplane.control.queues import Match, ReadyQueue
 from rlplane.control.requests import NOBODY, Batch, Claim
@@ -152,7 +152,7 @@ class Claims:
         of the same fields, or, if it has conditions, those with the same conditions.
         """
         answers: list[tuple[object, Batch | DataPlaneError]] = []
-        while task.waiting:
+        while task.waiting and not task.to_line_up:
             is_shared = any(claim.max_uses > 1 or claim.step is not None for claim in task.waiting)
             some = self._answer(task)
             answers += some
@@ -409,14 +409,17 @@ class Claims:
             yield from self._cursors.look_at_groups(task, key, order)
         elif order is not None:
             yield from self._cursors.look_at_queue(task, key, order)
-        queue = task.queues.get(key)
+        else:
+            yield from self._cursors.look_at_rows(task, key)
+        matches, queue, size = self._matches(claim), task.queues.get(key), claim.batch_size
         if isinstance(queue, OrderedRowQueue):
-            yield LongFront(queue, claim.batch_size)
+            yield LongFront(queue, size) if matches is None else MatchingFront(queue, matches, size)
+            matches = None
         elif isinstance(queue, GroupQueue) and isinstance(queue.line, OrderedRowQueue):
-            yield LongFront(queue.line, claim.batch_size // queue.group_size)
-        if claim.condition is None and claim.max_tokens is None and claim.repeats is None:
+            yield LongFront(queue.line, size // queue.group_size)
+        if matches is None and claim.max_tokens is None and claim.repeats is None:
             return
-        # Another queue that is not there yet is left to the claim: a look changes nothing.
+        # A queue that is not there yet is left to the claim.
         rows, together = (self._table.live_rows(None), 1) if queue is None else queue.candidates()
         yield Look(self._table, rows, partial(self._see, claim, together), claim.batch_size, together)
 

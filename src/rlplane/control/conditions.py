@@ -117,6 +117,18 @@ class Look:
         return self._at >= len(self._rows) or self._left <= 0
 
 
+class Pause(Look):
+    """Nothing to look at: between two things that take their time, so that others are served."""
+
+    def __init__(self) -> None:
+        self._was_called = False
+
+    def __call__(self, is_over: Callable[[], bool]) -> bool:
+        """See :class:`Look`."""
+        was_called, self._was_called = self._was_called, True
+        return was_called or not is_over()
+
+
 def key_of(where: object) -> object:
     """Equal for conditions that are the same."""
     try:

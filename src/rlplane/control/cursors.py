@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown, in_pieces, starts_of_runs
-from rlplane.control.conditions import Look
+from rlplane.control.conditions import Look, Pause
 from rlplane.control.fields import Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.group_members import GroupMembers
@@ -33,6 +33,11 @@ _VERY_MANY_ROWS = 1 << 16  # to sort more into a queue than these does
 # How often a queue of groups is begun, until it is made at once.
 _MOST_ATTEMPTS = 4
 
+# So many rows are lined up for claims that wait within some ten milliseconds, whatever the order. Only the
+# number of slices counts, so that a journal that is repeated has as many: what is left is done in the last.
+_ROWS_A_SLICE = 4096
+_FEWEST_SLICES = 4
+
 QueueKey = tuple[tuple[str, ...], str]
 """Which fields a queue's samples have, and in which order they are; empty: first ready, first claimed."""
 
@@ -52,6 +57,7 @@ class TaskCursor:
         "places",
         "queues",
         "sequence",
+        "to_line_up",
         "uses",
         "waiting",
         "writes",
@@ -75,6 +81,9 @@ class TaskCursor:
         # Of groups whose other members were put back: how many members this task has already.
         self.kept: dict[str, int] = {}
         self.waiting: list[Claim] = []
+        # How many slices are left until what came with a put of very many is in the queues, and the claims
+        # that wait are answered.
+        self.to_line_up = 0
         # The claim that was made last, and the fields that were written by whoever had claimed the samples:
         # what the task waits for, and what others wait for.
         self.last: Claim | None = None
@@ -91,6 +100,11 @@ class TaskCursor:
             self.places = grown(self.places, size, 0)
         for queue in self.queues.values():
             queue.grow(size)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a claim waits, and is to be answered as soon as it can be."""
+        return bool(self.waiting) and not self.to_line_up
 
     @property
     def settled(self) -> int:
@@ -146,6 +160,7 @@ class Cursors:
     def __init__(self, table: SampleTable, groups: GroupMembers, flow: FlowState, looking: Looking) -> None:
         self.table, self._groups, self._flow, self._looking = table, groups, flow, looking
         self.tasks = {name: TaskCursor(name, table.size) for name in table.spec.tasks}
+        self.lining_up: list[TaskCursor] = []  # whose claims are not answered with what came last
 
     def task(self, name: str) -> TaskCursor:
         """The task of that name, or ``UnknownTaskError``."""
@@ -223,19 +238,32 @@ class Cursors:
             assert queue.making is not None
             yield queue.making
 
+    def look_at_rows(self, task: TaskCursor, key: QueueKey) -> Iterator[Look]:
+        """Looks that build a queue of very many rows, before a claim asks for it."""
+        table = self.table
+        if key in task.queues or len(table.rows) <= _VERY_MANY_ROWS:
+            return
+        queue = RowQueue(table)  # most of this is getting memory from the system
+        yield Pause()
+        queue.grow(table.size)
+        is_wanted = self.tasks.get(task.name) is task and key not in task.queues
+        if is_wanted and not table.spec.group_size and table.columns.keys() >= set(key[0]):
+            self.fill(queue, task, key[0], self.ready(task, key[0], table.live_rows(None)))
+            self._keep(task, key, queue)
+            yield Pause()
+
     def look_at_queue(self, task: TaskCursor, key: QueueKey, order: Order) -> Iterator[Look]:
         """Looks that build the queue of an order, before a claim asks for it. It is there meanwhile, so that
         it takes part in all that happens, and what was there before comes to it a slice at a time."""
         table = self.table
         if key not in task.queues:
-            look = self._looking.look_at_keys(order)
-            if look is not None:
-                yield look
+            yield from self._looking.look_at_keys(order)
         queue = task.queues.get(key)
         if queue is None:
             queue = OrderedRowQueue(table, self._looking.keys(order))
             queue.is_whole = False
             self._keep(task, key, queue)
+            yield Pause()
         if queue.is_whole:
             return
         built = queue
@@ -342,7 +370,9 @@ class Cursors:
         """These rows were written. Those that are ``all_new`` have exactly the fields that were written;
         ``changed``: not only their fields are different."""
         for task in self.tasks.values():
-            if len(rows) > _VERY_MANY_ROWS and not task.waiting:
+            if task.waiting and len(rows) > (_MANY_ROWS if self.table.spec.group_size else _VERY_MANY_ROWS):
+                self._postpone(task)
+            if len(rows) > _VERY_MANY_ROWS and not task.is_waited_for:
                 # To sort them in takes long. The next claim builds the queue anew, a slice at a time.
                 task.queues = {
                     key: queue
@@ -361,11 +391,19 @@ class Cursors:
     def _offer_later(self, task: TaskCursor, key: QueueKey, queue: ReadyQueue, rows: Rows) -> bool:
         """Let the next claim take in very many members of groups, a slice at a time, if nobody waits for
         them; whether that is so."""
-        if len(rows) <= _MANY_ROWS or task.waiting or not queue.is_whole or not isinstance(queue, GroupQueue):
+        if len(rows) <= _MANY_ROWS or task.is_waited_for:
+            return False
+        if not isinstance(queue, GroupQueue) or not queue.is_whole:
             return False
         queue.move(rows)
         queue.make_of(GroupsInMaking(self, task, key, queue, queue.missing(rows)))
         return True
+
+    def _postpone(self, task: TaskCursor) -> None:
+        """Let the claims that wait be answered some slices later, when the queues are whole again."""
+        if not task.to_line_up:
+            self.lining_up.append(task)
+        task.to_line_up = _FEWEST_SLICES + len(self.table.rows) // _ROWS_A_SLICE
 
     def _offer(self, task: TaskCursor, required: Sequence[str], queue: ReadyQueue, rows: Rows) -> None:
         self._offer_ready(task, required, queue, self.ready(task, required, rows))

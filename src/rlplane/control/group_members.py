@@ -23,6 +23,7 @@ class GroupMembers:
         self.clocks: dict[str, float | None] = {}  # when the first member of a group was finished
         self._members: dict[str, list[int]] = {}
         self._staged = 0  # how many of these are not live yet
+        self.beginnings = 0
 
     def of(self, name: str) -> list[int]:
         """The rows of a group, not to be changed."""
@@ -79,6 +80,7 @@ class GroupMembers:
     def begin(self) -> None:
         """The samples that are there belong to groups from now on, or do not any more. Those that are staged
         are to be staged again."""
+        self.beginnings += 1
         self._members, self._staged = {}, 0
         if self._table.spec.group_size:
             self._take_in(self._table.live_rows(None))

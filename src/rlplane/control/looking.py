@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlplane.control.conditions import Conditions, Look, Matches, key_of
+from rlplane.control.conditions import Conditions, Look, Matches, Pause, key_of
 from rlplane.control.fields import Rows
+from rlplane.control.group_names import GroupNames
 from rlplane.control.ordered_rows import Keys, KnownKeys
 from rlplane.control.policies import Order, TokenCounts
 from rlplane.control.requests import Batch, Claim
 from rlplane.control.rules import compile_where
 from rlplane.control.samples import SampleTable
-from rlplane.control.snapshots import ids_and_tags_of
+from rlplane.control.snapshots import first_ids_and_tags_of, ids_and_tags_of
 from rlplane.control.tag_index import TagIndex
 from rlplane.control.versions import KnownVersions
 
@@ -34,6 +35,7 @@ class Looking:
         self._keys: dict[str, KnownKeys] = {}
         self._tokens: KnownKeys | None = None
         self.versions: KnownVersions | None = None  # for a policy that goes by them
+        self.group_names: GroupNames | None = None  # for a registration that is about to come
 
     def keep_versions(self, tag: str | None) -> None:
         """Know the versions of samples by this tag from now on; None: nobody asks for them."""
@@ -50,6 +52,8 @@ class Looking:
                 keys.forget(again)
             if self.versions is not None:
                 self.versions.forget(again)
+            if self.group_names is not None:
+                self.group_names.forget(again)
         if self.versions is not None:
             self.versions(rows)
         for index in self.indexes.values():
@@ -71,6 +75,8 @@ class Looking:
             keys.forget(rows)
         if self.versions is not None:
             self.versions.forget(rows)
+        if self.group_names is not None:
+            self.group_names.forget(rows)
         for index in self.indexes.values():
             index.remove(rows.tolist())
 
@@ -96,12 +102,12 @@ class Looking:
             del self._keys[next(iter(self._keys))]
         return known
 
-    def look_at_keys(self, order: Order) -> Look | None:
-        """A look at what samples are sorted by, before they are."""
+    def look_at_keys(self, order: Order) -> Iterator[Look]:
+        """Looks at what samples are sorted by, before they are."""
         keys = self.keys(order)
-        if keys is None:
-            return None
-        return Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
+        if keys is not None:
+            yield Pause()  # what is new takes memory from the system, which takes time
+            yield Look(self._table, self._table.live_rows(None), lambda rows: 0 * len(keys(rows)), math.inf)
 
     def repeats(self, claim: Claim) -> Matches | None:
         """Which rows a claim lets be claimed again."""
@@ -127,9 +133,14 @@ class Looking:
         """Looks at the tags that :meth:`matching` and :meth:`peek` will ask about, one after the other."""
         if where:
             yield from self._look_for_matching(where)
-        look = None if order.kind == "fifo" else self.look_at_keys(order)
-        if look is not None:
-            yield look
+        if order.kind != "fifo":
+            yield from self.look_at_keys(order)
+
+    def look_at_groups(self) -> Iterator[Look]:
+        """Looks at which groups samples belong to, before the partition has groups."""
+        names = self.group_names = self.group_names or GroupNames(self._table)
+        yield Pause()
+        yield Look(self._table, self._table.live_rows(None), names.learn, math.inf)
 
     def _look_for_matching(self, where: Mapping[str, Any]) -> Iterator[Look]:
         tag = _tag_with_value(where)
@@ -173,7 +184,8 @@ class Looking:
         elif order.kind != "fifo":
             keys = self.keys(order)
             assert keys is not None
-            rows = _first_by(keys(rows), rows, limit)
+            count = len(rows[:limit])
+            return Batch(*first_ids_and_tags_of(table, rows, keys(rows), count))
         rows = rows[:limit]
         return Batch(*ids_and_tags_of(table, rows))
 
@@ -190,15 +202,6 @@ class OrderKeys:
     def __call__(self, rows: Rows) -> NDArray[np.float64]:
         """The key of each row."""
         return self._looking.known_keys(self._order)(rows)
-
-
-def _first_by(keys: NDArray[np.float64], rows: Rows, limit: int | None) -> Rows:
-    """The rows with the lowest keys, in their order, and of equal ones those that come first."""
-    if limit is not None and 0 < limit < len(rows):
-        near = keys <= np.partition(keys, limit - 1)[limit - 1]
-        keys, rows = keys[near], rows[near]
-    first: Rows = rows[np.argsort(keys, kind="stable")]
-    return first
 
 
 def _tag_with_value(where: Mapping[str, Any]) -> str | None:

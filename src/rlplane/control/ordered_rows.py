@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlplane.control.arrays import filled, grown
 from rlplane.control.conditions import Look
-from rlplane.control.queues import Match, Rows, RowTable, SingleRows
+from rlplane.control.queues import Match, Rows, RowTable, SingleRows, piece_for
 
 _PIECE, _LARGEST_PIECE = 256, 4096
 _FRONT = 8192
@@ -37,7 +37,7 @@ Keys = Callable[[Rows], NDArray[np.float64]]
 """The key of each row: the lowest comes first."""
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Entries in the order of their keys, and of equal ones in the order of their numbers. An entry is valid
     if its row has the same stamp."""
 
@@ -77,7 +77,27 @@ class _Run(NamedTuple):
         return int(first + np.searchsorted(self.numbers[first:last], number))
 
 
-_NOTHING = _Run(np.empty(0), *(np.empty(0, np.int64) for _ in range(3)))
+_NOTHING = Run(np.empty(0), *(np.empty(0, np.int64) for _ in range(3)))
+
+
+def take_first(runs: list[Run], least: int) -> tuple[Run, list[Run]]:
+    """The first entries of all runs in order, mostly at least so many, and what is left of the runs."""
+    each = least * 2 // len(runs) + 1
+    heads = [run.cut(0, each) for run in runs]
+    # Of a run that goes on, nothing is known that comes after the end of its head.
+    ends = [
+        (float(head.keys[-1]), int(head.numbers[-1]))
+        for head, run in zip(heads, runs, strict=True)
+        if len(run.rows) > each
+    ]
+    if ends:
+        key, number = min(ends)
+        places = [head.place_of(key, number + 1) for head in heads]
+    else:
+        places = [len(head.rows) for head in heads]
+    taken = [head.cut(0, place) for head, place in zip(heads, places, strict=True) if place]
+    left = [run.cut(place) for run, place in zip(runs, places, strict=True) if place < len(run.rows)]
+    return Run.merged(taken), left
 
 
 def _are_in_order(keys: NDArray[np.float64], numbers: NDArray[np.int64]) -> bool:
@@ -137,6 +157,27 @@ class LongFront(Look):
         return is_done
 
 
+class MatchingFront(Look):
+    """The same before a claim with a condition, which looks at rows in their order until it has enough."""
+
+    def __init__(self, queue: OrderedRowQueue, match: Match, count: int) -> None:
+        self._queue, self._match, self._left = queue, match, count
+        self._at = 0
+
+    def __call__(self, is_over: Callable[[], bool]) -> bool:
+        """See :class:`~rlplane.control.conditions.Look`."""
+        while self._left > 0:
+            # Others may have taken some of it meanwhile; what is passed over then is left to the claim.
+            rows, seen = self._queue.front_from(self._at)
+            if not seen:
+                return True
+            self._at += seen
+            self._left -= int(np.count_nonzero(self._match(rows)))
+            if is_over():
+                break
+        return self._left <= 0
+
+
 class OrderedRowQueue(SingleRows):
     """Samples in another order than that in which they became ready.
 
@@ -152,7 +193,7 @@ class OrderedRowQueue(SingleRows):
         self._number = filled(table.size, np.int64, 0)
         self._stamp = filled(table.size, np.int64, _ABSENT)
         self._front = _NOTHING
-        self._runs: list[_Run] = []  # none of their entries comes before one of the front
+        self._runs: list[Run] = []  # none of their entries comes before one of the front
         self._count = _FIRST_NUMBER
         self._stamps = _ABSENT + 1
         self._compacted = 0
@@ -215,18 +256,18 @@ class OrderedRowQueue(SingleRows):
         stamps = np.arange(self._stamps, self._stamps + len(rows))
         self._stamps += len(rows)
         self._stamp[rows], self._key[rows] = stamps, keys
-        run = _Run.merged([_Run(keys, numbers, stamps, rows)])
+        run = Run.merged([Run(keys, numbers, stamps, rows)])
         if len(self._front.rows):
             before = run.place_of(self._front.keys[-1], self._front.numbers[-1])
             if before:
-                self._front = _Run.merged([run.cut(0, before), self._front])
+                self._front = Run.merged([run.cut(0, before), self._front])
                 run = run.cut(before)
                 if len(self._front.rows) > 4 * _FRONT:
                     self._add_run(self._front.cut(_FRONT))
                     self._front = self._front.cut(0, _FRONT)
         self._add_run(run)
 
-    def _add_run(self, run: _Run) -> None:
+    def _add_run(self, run: Run) -> None:
         if not len(run.rows):
             return
         self._runs.append(run)
@@ -234,7 +275,7 @@ class OrderedRowQueue(SingleRows):
             last, before = len(self._runs[-1].rows), len(self._runs[-2].rows)
             if before > 2 * last or before + last > _LONGEST_MERGED or last == _LONGEST_SORTED:
                 break
-            self._runs[-2:] = [_Run.merged(self._runs[-2:])]
+            self._runs[-2:] = [Run.merged(self._runs[-2:])]
 
     def lengthen_front(self, wanted: int) -> bool:
         """Sort some more rows, unless so many are sorted already, or all; whether they are now. What is taken
@@ -243,27 +284,18 @@ class OrderedRowQueue(SingleRows):
             self._lengthen_front(_SORTED_AHEAD)
         return len(self._front.rows) >= wanted or not self._runs
 
+    def front_from(self, at: int) -> tuple[Rows, int]:
+        """Some of the rows after the first ``at`` entries, which are sorted if they are not yet, and how many
+        entries those are; 0: there are no more."""
+        while not self.lengthen_front(at + 1):
+            pass
+        piece = self._front.cut(at, at + _PIECE)
+        return piece.rows[self._are_valid(piece)], len(piece.rows)
+
     def _lengthen_front(self, least: int) -> None:
         """Move the first entries of all runs, mostly at least so many, to the end of the front."""
-        each = max(least, _FRONT) * 2 // len(self._runs) + 1
-        heads = [run.cut(0, each) for run in self._runs]
-        # Of a run that goes on, nothing is known that comes after the end of its head.
-        ends = [
-            (float(head.keys[-1]), int(head.numbers[-1]))
-            for head, run in zip(heads, self._runs, strict=True)
-            if len(run.rows) > each
-        ]
-        if ends:
-            key, number = min(ends)
-            places = [head.place_of(key, number + 1) for head in heads]
-        else:
-            places = [len(head.rows) for head in heads]
-        taken = [head.cut(0, place) for head, place in zip(heads, places, strict=True) if place]
-        self._runs = [
-            run.cut(place) for run, place in zip(self._runs, places, strict=True) if place < len(run.rows)
-        ]
-        first = _Run.merged(taken)
-        self._front = _Run.merged([self._front, first]) if len(self._front.rows) else first
+        first, self._runs = take_first(self._runs, max(least, _FRONT))
+        self._front = Run.merged([self._front, first]) if len(self._front.rows) else first
 
     def discard(self, rows: Rows) -> None:
         # In parts that fit into the caches.
@@ -299,8 +331,8 @@ class OrderedRowQueue(SingleRows):
 
     def pop(self, count: int, match: Match | None) -> Rows:
         taken: list[Rows] = []
-        skipped: list[_Run] = []
-        size = count if match is None else 4 * count + _PIECE
+        skipped: list[Run] = []
+        size = count if match is None else piece_for(count)
         while count:
             if not len(self._front.rows):
                 if not self._runs:
@@ -322,9 +354,10 @@ class OrderedRowQueue(SingleRows):
             if len(places):
                 taken.append(piece[places])
                 count -= len(places)
-            size = max(size, min(2 * size, _LARGEST_PIECE))
+            longer = max(size, min(2 * size, _LARGEST_PIECE))
+            size = longer if match is None else piece_for(count, size)
         if skipped:
-            self._front = _Run.merged([*skipped, self._front])
+            self._front = Run.merged([*skipped, self._front])
         if not taken:
             return np.empty(0, np.int64)
         rows = taken[0] if len(taken) == 1 else np.concatenate(taken)
@@ -359,7 +392,7 @@ class OrderedRowQueue(SingleRows):
     def candidates(self) -> tuple[Rows, int]:
         return np.concatenate([self._front.rows, *(run.rows for run in self._runs)]), 1
 
-    def _are_valid(self, run: _Run) -> NDArray[np.bool_]:
+    def _are_valid(self, run: Run) -> NDArray[np.bool_]:
         valid: NDArray[np.bool_] = self._stamp[run.rows] == run.stamps
         return valid
 

@@ -20,6 +20,7 @@ from rlplane.control.fields import BlockRows, FieldIndex, Rows
 from rlplane.control.flow import FlowState
 from rlplane.control.flow_control import FlowControl
 from rlplane.control.group_members import GroupMembers
+from rlplane.control.group_names import GroupNames
 from rlplane.control.looking import Looking
 from rlplane.control.names import Names
 from rlplane.control.requests import NOBODY, Claim, Effects, LostRows, Put
@@ -111,11 +112,11 @@ class Partition:
         if spec.group_size != self.spec.group_size:
             if spec.group_size:
                 # Refused before anything changes when a live sample belongs to no group.
-                rows = table.live_rows(None).tolist()
-                groups = [table.groups[row] or group_of(table.ids[row], table.tags[row]) for row in rows]
-                table.about_to_differ(np.array(rows, np.int64))
-                for row, group in zip(rows, groups, strict=True):
-                    table.groups[row] = group
+                rows, names = table.live_rows(None), self.looking.group_names or GroupNames(table)
+                groups = names(rows)
+                table.about_to_differ(rows)
+                table.groups[rows] = groups
+                self.looking.group_names = None
             for task in self.tasks.values():
                 task.queues.clear()
                 task.kept.clear()

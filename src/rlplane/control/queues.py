@@ -267,7 +267,7 @@ class RowQueue(SingleRows):
     def pop(self, count: int, match: Match | None) -> Rows:
         taken: list[Rows] = []
         skipped: list[tuple[Rows, NDArray[np.int64]]] = []
-        piece = min(4 * count + _PIECE, _MOST_TOGETHER)
+        piece = min(4 * count + _PIECE, _MOST_TOGETHER) if match is None else piece_for(count)
         while count and self._chunks:
             rows, entries = self._chunks.popleft()
             if len(rows) > piece:
@@ -288,7 +288,8 @@ class RowQueue(SingleRows):
                 self._entry[chosen] = _ABSENT
                 taken.append(chosen)
                 count -= len(chosen)
-            piece = max(piece, min(2 * piece, _LARGEST_PIECE))
+            longer = max(piece, min(2 * piece, _LARGEST_PIECE))
+            piece = longer if match is None else piece_for(count, piece)
         self._chunks.extendleft(reversed(skipped))
         if not taken:
             return np.empty(0, np.int64)
@@ -341,6 +342,13 @@ class RowQueue(SingleRows):
         rows = np.concatenate([self._valid(*chunk) for chunk in self._chunks])
         self._chunks = deque([(rows, self._entry[rows])])
         self._held = len(rows)
+
+
+def piece_for(count: int, before: int = 0) -> int:
+    """How many rows to look at for ``count`` that match, after a piece of so many: of very many not more than
+    those, because further rows may not have been looked at ahead."""
+    fewest = min(max(4 * count + _PIECE, 2 * before), _LARGEST_PIECE)
+    return max(fewest, min(count, _MOST_TOGETHER))
 
 
 def _split(rows: Rows, count: int, match: Match) -> tuple[Rows, Rows]:

@@ -20,6 +20,8 @@ from rlplane.control.rules import compile_where
 from rlplane.errors import DataPlaneError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from rlplane.control.cursors import TaskCursor
+    from rlplane.control.partition import Partition
     from rlplane.control.staging import Staging
 
 NOBODY = -1
@@ -179,15 +181,18 @@ class Effects:
         answers: (token, answer) of every request that the change completed, the caller's own among them: a
             :class:`Batch` for a claim, None for a put that was written, or the error that ended either.
         freed: Blocks that no sample refers to any more, and those of puts that will never be written.
+        lining_up: (partition, task) whose waiting claims are to be answered by
+            :meth:`~rlplane.control.state.ControlState.line_up`.
         dropped: Rows (blocks, positions) that no sample refers to any more; blocks that are freed, and -1 for
             none, are among them.
     """
 
-    __slots__ = ("answers", "dropped", "freed")
+    __slots__ = ("answers", "dropped", "freed", "lining_up")
 
     def __init__(self) -> None:
         self.answers: list[tuple[object, Batch | DataPlaneError | None]] = []
         self.freed: list[int] = []
+        self.lining_up: list[tuple[Partition, TaskCursor]] = []
         self.dropped: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = []
 
     def __bool__(self) -> bool:

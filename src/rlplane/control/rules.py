@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rlplane.control.policies import FlowPolicy
-from rlplane.errors import InvalidRequestError, UnknownFieldError
+from rlplane.errors import CapacityError, InvalidRequestError, UnknownFieldError
 
 Condition = Callable[[dict[str, Any]], bool]
 
@@ -129,6 +129,12 @@ def check_ids(sample_ids: Sequence[str], *, distinct: bool = True) -> list[str]:
     if wrong := _not_unicode(ids):
         raise InvalidRequestError(f"sample id {wrong!r} is not valid Unicode")
     return ids
+
+
+def check_capacity(new: int, capacity: int) -> None:
+    """Refuse a put that will never fit."""
+    if new > capacity:
+        raise CapacityError(f"a put of {new} new samples can never fit into storage_capacity {capacity}")
 
 
 def check_claim(

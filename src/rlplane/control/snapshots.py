@@ -14,7 +14,9 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+from rlplane.control.queues import Rows
+from rlplane.control.sorted_rows import SortedRows
+
 _MANY = 65_536  # of more than these, to make lists takes more than some ten milliseconds
 
 
@@ -53,12 +55,36 @@ def identity_of(table: ReadTable, rows: Rows) -> dict[str, Sequence[Any]]:
     return dict(zip(("ids", "numbers", "tags"), found, strict=True))
 
 
-class Snapshot:
-    """What rows have at one moment. The table knows it for as long as somebody has one of its columns."""
+def first_ids_and_tags_of(
+    table: ReadTable, rows: Rows, keys: NDArray[np.float64], count: int
+) -> tuple[Sequence[str], Sequence[dict[str, Any]]]:
+    """The ids and tags as they are now of the first rows by their keys, and of equal ones by their order."""
+    if count <= _MANY:
+        if not count:
+            return [], []
+        if count < len(rows):
+            near = keys <= np.partition(keys, count - 1)[count - 1]
+            keys, rows = keys[near], rows[near]
+        return ids_and_tags_of(table, rows[np.argsort(keys, kind="stable")][:count])
+    ids, tags = Snapshot(table, rows, "ids", "tags", in_order=SortedRows(keys, rows), count=count).columns
+    return ids, tags
 
-    def __init__(self, table: ReadTable, rows: Rows, *names: str) -> None:
+
+class Snapshot:
+    """What rows have at one moment, or the first ``count`` of them in an order. The table knows it for as
+    long as somebody has one of its columns."""
+
+    def __init__(
+        self,
+        table: ReadTable,
+        rows: Rows,
+        *names: str,
+        in_order: SortedRows | None = None,
+        count: int | None = None,
+    ) -> None:
         """``names`` are those of columns that a row keeps until the table says otherwise."""
-        self._table, self._rows, self._names = table, rows, names
+        self._table, self._rows, self._names, self._in_order = table, rows, names, in_order
+        self._count = len(rows) if count is None else count
         self._lists: list[list[Any]] = [[] for _ in names]
         self._at = 0
         self._is_unread = np.zeros(table.size, bool)
@@ -75,7 +101,11 @@ class Snapshot:
         return [getattr(self._table, name)[rows].tolist() for name in self._names]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
+
+    def get_ready(self) -> bool:
+        """Do some of what has to be done before it is read; True when nothing is left of that."""
+        return self._in_order is None or self._in_order.sort_some()
 
     def keep(self, rows: Rows) -> None:
         """These rows are about to be changed or removed."""
@@ -88,7 +118,10 @@ class Snapshot:
     def read(self, which: int, end: int) -> list[Any]:
         """A column, at least up to ``end``."""
         if end > self._at:
-            rows = self._rows[self._at : end]
+            if self._in_order is None:
+                rows = self._rows[self._at : end]
+            else:
+                rows = self._in_order.next_rows(end - self._at)
             for values, more in zip(self._lists, self._values(rows), strict=True):
                 values += more
             if self._kept:
@@ -98,7 +131,7 @@ class Snapshot:
                         values[self._at + at] = value
             self._is_unread[rows] = False
             self._at += len(rows)
-            if self._at == len(self._rows):
+            if self._at == self._count:
                 self._is_unread = np.empty(0, bool)
         return self._lists[which]
 
@@ -113,6 +146,10 @@ class SampleColumn(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self._snapshot)
+
+    def get_ready(self) -> bool:
+        """See :meth:`Snapshot.get_ready`."""
+        return self._snapshot.get_ready()
 
     @overload
     def __getitem__(self, at: int) -> Any: ...

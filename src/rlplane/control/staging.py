@@ -40,7 +40,7 @@ class Staging:
         self._replaced: list[dict[str, Any]] = []  # the tags that they had
         self._at = 0
         self._seen = Names()
-        self._group_size = partition.spec.group_size
+        self._beginnings = partition.groups.beginnings
         self._growing = [] if put.finishes else list(put.blocks)  # fields that get a turn
         self._touched: set[str] = set()
         # An index that comes later gets the new samples when they are there.
@@ -119,9 +119,9 @@ class Staging:
 
     def _follow_registration(self) -> None:
         """Its new samples may have to be in groups, or not any more."""
-        partition, size = self.partition, self.partition.spec.group_size
-        if size != self._group_size:
-            self._group_size = size
+        partition = self.partition
+        if partition.groups.beginnings != self._beginnings:
+            self._beginnings = partition.groups.beginnings
             fresh = np.flatnonzero(self._is_new)
             partition.table.groups[self.rows[fresh]] = self._groups_of(fresh.tolist())
             partition.groups.stage(self.rows[fresh])

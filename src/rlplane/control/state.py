@@ -32,12 +32,11 @@ from rlplane.control.marking import Marking
 from rlplane.control.partition import TIMEOUT, Partition
 from rlplane.control.policies import Order
 from rlplane.control.requests import Batch, Claim, Effects, LostRows, Put
-from rlplane.control.rules import PartitionSpec, check_claim, group_name
+from rlplane.control.rules import PartitionSpec, check_capacity, check_claim, group_name
 from rlplane.control.staging import Staging
 from rlplane.control.steps import check_ranks
 from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import (
-    CapacityError,
     CapacityTimeoutError,
     DataPlaneError,
     InvalidRequestError,
@@ -109,7 +108,7 @@ class ControlState:
         new = partition.check_put(put)
         effects = Effects()
         if self.capacity is not None and new:
-            self._refuse_impossible(new, self.capacity)
+            check_capacity(new, self.capacity)
             # Behind the puts that already wait, or a large one would starve.
             if self._waiting_puts or self.live + new > self.capacity:
                 self._waiting_puts.append(put, self.now)
@@ -125,6 +124,16 @@ class ControlState:
         it; one that raises is to be undone."""
         put.staged = Staging(self.partition(put.partition_id), put)
         return put.staged
+
+    def line_up(self, partition: Partition, task: TaskCursor, effects: Effects) -> bool:
+        """A slice has passed since a put of very many for which claims wait; with the last one they are
+        answered, and it is True."""
+        known = self.partitions.get(partition.spec.partition_id)
+        is_there = known is partition and partition.tasks.get(task.name) is task
+        task.to_line_up = task.to_line_up - 1 if is_there else 0
+        if is_there and not task.to_line_up:
+            self._answer_claims(partition, effects)
+        return not task.to_line_up
 
     def claim(self, claim: Claim, *, blocking: bool) -> Effects:
         """Answer a claim with a batch at once, or, when ``blocking`` and not enough is ready, later."""
@@ -499,6 +508,8 @@ class ControlState:
     def _write(self, partition: Partition, put: Put, effects: Effects) -> None:
         before = len(partition.rows)
         replaced = partition.write(put)
+        lining_up, partition.cursors.lining_up = partition.cursors.lining_up, []
+        effects.lining_up.extend((partition, task) for task in lining_up)
         self.live += len(partition.rows) - before
         if self._waiting_puts and len(partition.rows) > before:
             self._waiting_puts.reconsider()  # it may have made samples that another was to make
@@ -524,11 +535,6 @@ class ControlState:
             for row in rows.tolist():
                 partition.flow.report(partition.ids[row], partition.tags[row], reason)
             self._remove(partition, rows, effects)
-
-    @staticmethod
-    def _refuse_impossible(new: int, capacity: int) -> None:
-        if new > capacity:
-            raise CapacityError(f"a put of {new} new samples can never fit into storage_capacity {capacity}")
 
     def _refuse(self, put: Put, error: DataPlaneError, effects: Effects) -> None:
         effects.answers.append((put.token, error))
@@ -582,7 +588,7 @@ class ControlState:
             partition = self.partition(put.partition_id)
             new = partition.check_put(put)
             # A clear of samples that it was to overwrite may have made it larger than it was.
-            self._refuse_impossible(new, capacity)
+            check_capacity(new, capacity)
             if self.live + new > capacity:
                 return False
             effects.answers.append((put.token, None))

@@ -42,6 +42,7 @@ from rlplane.service.long_work import (
     AdvanceWork,
     ClearWork,
     LeaveWork,
+    LineUpWork,
     LongWork,
     LossWork,
     UnclaimWork,
@@ -347,6 +348,7 @@ class ControlService:
                 self.send(request, wire.Done(spare=self.reservations.spare_for(request)))
             else:
                 self.send(request, wire.failure_of(answer))
+        self.work.extend(LineUpWork(*where) for where in effects.lining_up)
         if effects.freed or effects.dropped:
             self.table.drop(effects, self.storage)
             self.retry_reservations()

@@ -49,6 +49,8 @@ class LongAnswer:
             self._message += wire.encode(field)
             del self._fields[0]
             return not self._fields
+        if not self._at and isinstance(field, SampleColumn) and not field.get_ready():
+            return False
         if not self._at:
             self._message += b"\xdd" + len(field).to_bytes(4, "big")  # a list of up to 2**32
         some = field[self._at : self._at + _AT_ONCE]

@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlplane.control.advancing import Advancing
 from rlplane.control.clearing import Clearing
+from rlplane.control.cursors import TaskCursor
 from rlplane.control.leaving import Leaving
+from rlplane.control.looking_ahead import look_for_waiting
 from rlplane.control.losing import Losing
 from rlplane.control.marking import Marking
+from rlplane.control.partition import Partition
 from rlplane.control.requests import Effects, LostRows
 from rlplane.control.unclaiming import Unclaiming
 from rlplane.errors import DataPlaneError
@@ -22,6 +25,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.clients import Client, PendingRequest
 from rlplane.service.lost_rows import lost_rows
 from rlplane.service.naming import take_names
+from rlplane.service.stall import LookAhead
 from rlplane.storage.places import Loss
 
 if TYPE_CHECKING:
@@ -161,6 +165,26 @@ class LeaveWork(LongWork):
         """See :class:`LongWork`."""
         service.state.release_some(self._leaving, effects)
         return self._leaving.is_over
+
+
+class LineUpWork(LongWork):
+    """Claims that wait for what came with a put of very many, until that is in their queues. How long a slice
+    looks is not repeated: it changes nothing that anybody is answered."""
+
+    def __init__(self, partition: Partition, task: TaskCursor) -> None:
+        super().__init__([])
+        self._partition, self._task = partition, task
+        self._ahead: LookAhead | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ahead": None}  # it is begun anew
+
+    def do_slice(self, service: ControlService, effects: Effects) -> bool:
+        """See :class:`LongWork`."""
+        if self._ahead is None:
+            self._ahead = LookAhead(look_for_waiting(self._task, self._partition.claims))
+        self._ahead()
+        return service.state.line_up(self._partition, self._task, effects)
 
 
 class LossWork(LongWork):

@@ -8,7 +8,13 @@ import time
 from collections.abc import Iterator
 
 from rlplane.control.conditions import Look
-from rlplane.control.looking_ahead import look_for, look_for_claim, takes_long
+from rlplane.control.looking_ahead import (
+    look_for,
+    look_for_claim,
+    look_for_registration,
+    look_for_status,
+    takes_long,
+)
 from rlplane.control.requests import Claim
 from rlplane.control.state import ControlState
 from rlplane.errors import DataPlaneError
@@ -17,7 +23,9 @@ from rlplane.service import protocol as wire
 _WINDOW_S = 10.0
 _SLICE_S = 0.01
 _SHORT_S = 0.002
-MAY_LOOK_LONG: frozenset[type[wire.Request]] = frozenset({wire.ClaimRequest, wire.Peek, wire.Count})
+MAY_LOOK_LONG: frozenset[type[wire.Request]] = frozenset(
+    {wire.ClaimRequest, wire.Peek, wire.Count, wire.Status, wire.Register}
+)
 """The kinds of request before which :func:`look_ahead` may find something to do."""
 
 
@@ -82,6 +90,10 @@ def look_ahead(state: ControlState, request: wire.Request) -> LookAhead | None:
                 looks = look_for(state, partition_id, where, order)
             case wire.Count(partition_id, where) if where:
                 looks = look_for(state, partition_id, where)
+            case wire.Register(spec, False):
+                looks = look_for_registration(state, spec)
+            case wire.Status(partition_id):
+                looks = look_for_status(state, partition_id)
             case _:
                 return None
     except DataPlaneError:

@@ -181,14 +181,14 @@ def test_a_row_is_looked_at_a_few_times_however_many_are_queued(monkeypatch: pyt
         queue.offer(np.arange(start, start + 1000))
     assert len(queue._runs) < 20
     moved = 0
-    merged = ordered_rows._Run.merged
+    merged = ordered_rows.Run.merged
 
     def counted(runs: Any) -> Any:
         nonlocal moved
         moved += sum(len(run.rows) for run in runs)
         return merged(runs)
 
-    monkeypatch.setattr(ordered_rows._Run, "merged", counted)
+    monkeypatch.setattr(ordered_rows.Run, "merged", counted)
     taken = [row for _ in range(100) for row in queue.pop(256, None).tolist()]
     assert chosen[taken].tolist() == list(range(199_999, 199_999 - 25_600, -1))
     assert moved < 8 * 25_600

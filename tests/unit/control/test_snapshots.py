@@ -49,7 +49,7 @@ changes = st.lists(
 )
 
 
-@given(changes, st.sampled_from(["claim", "peek", "names", "random", "inspect"]))
+@given(changes, st.sampled_from(["claim", "peek", "peek by n", "names", "random", "inspect"]))
 def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
     history: list[tuple[str, list[str], int]], what: str
 ) -> None:
@@ -63,7 +63,10 @@ def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
         columns = [seen["ids"], seen["tags"], seen["numbers"]]
     else:
         how: dict[str, Any] = {"order": "random:3"} if what == "random" else {}
-        batch = state.peek("p") if what == "peek" else claim(state, **how)
+        if what.startswith("peek"):
+            batch = state.peek("p", order="priority:n" if what == "peek by n" else None)
+        else:
+            batch = claim(state, **how)
         columns = [batch.ids, batch.tags]
     by_id = dict(zip(table.ids[rows].tolist(), table.tags[rows].tolist(), strict=True))
     at = 0
@@ -91,7 +94,8 @@ def test_what_is_read_in_slices_is_what_was_there_whatever_happens_between(
         elif state.partition("p").groups.of(str(number)):
             state.close_group("p", str(number), "failed", ["x"])
     ids = list(columns[0])
-    assert sorted(ids) == sorted(IDS) and (what == "random" or ids == IDS)
+    wanted = IDS[::-1] if what == "peek by n" else IDS
+    assert sorted(ids) == sorted(IDS) and (what == "random" or ids == wanted)
     if what != "names":
         assert list(columns[1]) == [by_id[sample_id] for sample_id in ids]
     if what == "inspect":

@@ -11,6 +11,7 @@ from tests.unit.service.service_harness import FOREVER, Desk
 from rlplane.control.conditions import key_of
 from rlplane.control.ordered_rows import OrderedRowQueue
 from rlplane.control.policies import Order
+from rlplane.control.rules import PartitionSpec, group_name
 from rlplane.service import protocol as wire
 from rlplane.service import stall
 from rlplane.service.questions import status_of
@@ -122,6 +123,120 @@ def test_an_order_is_worked_out_in_pieces_and_sees_what_changes_between_them(
     assert sum(sorted_at_once) < SAMPLES + 20
     again = look_ahead(desk.service.state, body)
     assert again is not None and again()  # the queue is there
+
+
+@pytest.mark.parametrize("order", ["priority:v", "random:5"])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_claim_with_a_condition_in_an_order_is_looked_at_in_that_order(order: str, blocking: bool) -> None:
+    desk, size = filled_desk(), SAMPLES // 4
+    where = {"v": {">": SAMPLES // 2}}
+    body = wire.ClaimRequest("p", "t", [], size, blocking, FOREVER, where, order=order)
+    look = look_ahead(desk.service.state, body)
+    assert look is not None
+    while not look():
+        pass
+    partition = desk.service.state.partition("p")
+    matches, calls = partition.looking.conditions._matches[key_of(where)], 0
+    condition = matches._condition
+
+    def counted(tags: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return condition(tags)
+
+    matches._condition = counted
+    names = [name for name, row in partition.rows.items() if partition.tags[row]["v"] > SAMPLES // 2]
+    keys = Order(order).keys(names, [partition.tags[partition.rows[name]] for name in names])
+    wanted = [names[place] for place in np.argsort(keys, kind="stable")]
+    unclaimed = [i for i in wanted if not partition.task("t").claimed[partition.rows[i]]]
+    assert desk.ask(0, body).ids == unclaimed[:size]
+    assert calls <= 4096  # of one piece more
+
+
+@pytest.mark.parametrize("what", ["nothing", "put", "cleared", "grown", "claimed", "groups", "no task"])
+def test_the_first_queue_of_a_task_is_built_before_the_claim(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("rlplane.control.looking_ahead._MANY", 2)
+    monkeypatch.setattr("rlplane.control.cursors._VERY_MANY_ROWS", 2)
+    monkeypatch.setattr("rlplane.service.stall._SLICE_S", 0.0)
+    desk, ids = Desk(limit=64, segment=64), [f"{name}_g0" for name in "abcdef"]
+    desk.service.connect(0)
+    desk.register()
+    desk.put(0, ids)
+    body = wire.ClaimRequest("p", "t", ["x"], 100, False, FOREVER)
+    look = look_ahead(desk.service.state, body)
+    assert look is not None and not look()
+    left = ids
+    if what == "put":
+        desk.put(0, ["g_g0"])
+        left = [*ids, "g_g0"]
+    elif what == "cleared":
+        desk.ask(0, wire.Clear("p", ids[:2]))
+        left = ids[2:]
+    elif what == "grown":
+        more = [f"{number}_g0" for number in range(200)]
+        desk.put(0, more)
+        left = [*ids, *more][:100]
+    elif what == "claimed":
+        left = desk.claimed(0, 2) and ids[2:]
+    elif what == "groups":
+        desk.register(grpo_group_size=1)
+    elif what == "no task":
+        desk.register(consumer_tasks=["u"])
+    while not look():
+        pass
+    if what == "no task":
+        assert isinstance(desk.ask(0, body), wire.Failure)
+        return
+    task = desk.service.state.partition("p").task("t")
+    assert ((("x",), "") in task.queues) == (what != "groups")
+    assert desk.ask(0, body).ids == left
+    again = look_ahead(desk.service.state, body)
+    assert again is None or again()
+
+
+@pytest.mark.parametrize("what", ["nothing", "tagged", "cleared", "grown", "no group"])
+def test_the_groups_of_samples_are_worked_out_before_a_registration(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("rlplane.control.looking_ahead._MANY", 2)
+    monkeypatch.setattr("rlplane.control.conditions._ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("rlplane.service.stall._SLICE_S", 0.0)
+    desk = Desk(limit=64, segment=64)
+    desk.service.connect(0)
+    desk.register()
+    groups = {f"{name}_g{member}": name for name in "abc" for member in range(2)}
+    desk.put(0, list(groups))
+    body = wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"], 2))
+    look = look_ahead(desk.service.state, body)
+    assert look is not None
+    for _ in range(3):
+        assert not look()
+    if what == "tagged":
+        desk.put(0, ["a_g0", "c_g1"], tags=[{"group": "other"}] * 2)
+        groups |= {"a_g0": "other", "c_g1": "other"}
+    elif what == "cleared":
+        desk.ask(0, wire.Clear("p", ["a_g0", "a_g1"]))
+        desk.put(0, ["new_g0"])  # in the row of one that was looked at
+        groups = {i: name for i, name in groups.items() if name != "a"} | {"new_g0": "new"}
+    elif what == "grown":
+        more = {f"n{number}_g0": f"n{number}" for number in range(100)}
+        desk.put(0, list(more))
+        groups |= more
+    elif what == "no group":
+        desk.put(0, ["loner"])
+    while not look():
+        pass
+    answer = desk.ask(0, body)
+    partition = desk.service.state.partition("p")
+    if what == "no group":
+        assert isinstance(answer, wire.Failure) and "loner" in answer.message
+        assert partition.table.groups.tolist() == [None] * partition.table.size
+        return
+    assert answer == wire.Done()
+    wanted = {i: group_name(name) for i, name in groups.items()}
+    assert {i: partition.table.groups[row] for i, row in partition.rows.items()} == wanted
 
 
 @pytest.mark.parametrize("limit", [None, 0, 5, SAMPLES + 100])

@@ -18,7 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.service.service_harness import FOREVER, ArenaHost, layout_of
 
-from rlplane.control import advancing, clearing, leaving, marking, snapshots, staging, unclaiming
+from rlplane.control import (
+    advancing,
+    clearing,
+    cursors,
+    leaving,
+    marking,
+    snapshots,
+    staging,
+    unclaiming,
+)
 from rlplane.control.line import WaitingLine
 from rlplane.control.requests import NOBODY, Batch, Claim
 from rlplane.control.rules import PartitionSpec
@@ -30,7 +39,7 @@ from rlplane.service.clients import PendingRequest
 from rlplane.service.commits import PutWork
 from rlplane.service.core import ControlService
 from rlplane.service.journal import Journal
-from rlplane.service.long_work import AdvanceWork, LeaveWork, LossWork, MarkWork, UnclaimWork
+from rlplane.service.long_work import AdvanceWork, LeaveWork, LineUpWork, LossWork, MarkWork, UnclaimWork
 from rlplane.service.recovery import About, JournaledHost, Recovered, recover, resume, unreferenced
 from rlplane.service.server import Server
 from rlplane.service.sockets import listen
@@ -55,6 +64,9 @@ def the_shortest_slices() -> Iterator[None]:
         patch.setattr(marking, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(leaving, "_SAMPLES_AT_ONCE", 1)
         patch.setattr(advancing, "_SAMPLES_AT_ONCE", 1)
+        patch.setattr(cursors, "_VERY_MANY_ROWS", 2)
+        patch.setattr(cursors, "_ROWS_A_SLICE", 4)
+        patch.setattr(cursors, "_FEWEST_SLICES", 1)
         patch.setattr(commits, "_MANY_TO_FREE", 2)
         patch.setattr(staging, "_FREED_AT_ONCE", 2)
         patch.setattr(snapshots, "_MANY", 1)
@@ -282,9 +294,12 @@ def work_picture(work: Any) -> list[Any]:
         return [asked, list(ending._which), ending._at, ending._owner, ending._before, ending.is_finished]
     if isinstance(work, MarkWork):
         marking = work._marking
-        return [asked, marking._ids, marking._rows.tolist(), marking._serials.tolist()]
+        ids = None if marking._ids is None else list(marking._ids)
+        return [asked, ids, marking._rows.tolist(), marking._serials.tolist()]
     if isinstance(work, AdvanceWork):
         return [asked, [(each._version, partition_picture(each.partition)) for each in work._advancings]]
+    if isinstance(work, LineUpWork):
+        return [work._task.name, work._task.to_line_up, partition_picture(work._partition)]
     if isinstance(work, LeaveWork):
         held = [
             (part.spec.partition_id, task.name, rows.tolist()) for part, task, rows in work._leaving._held
@@ -332,7 +347,7 @@ def partition_picture(partition: Any) -> dict[str, Any]:
             for name, c in partition.columns.items()
         },
         "tasks": {
-            name: (t.claimed[rows].tolist(), t.owner[rows].tolist(), t.count, t.claims)
+            name: (t.claimed[rows].tolist(), t.owner[rows].tolist(), t.count, t.claims, t.to_line_up)
             for name, t in partition.tasks.items()
         },
     }
