@@ -30,6 +30,7 @@ from rlplane.caller import warn_caller
 from rlplane.control.policies import FlowPolicy
 from rlplane.errors import (
     ClientClosedError,
+    DataPlaneError,
     InvalidRequestError,
     PlaneConnectionError,
 )
@@ -41,6 +42,7 @@ from rlplane.interfaces import (
     PartitionStatus,
 )
 from rlplane.service import protocol as wire
+from rlplane.service.connection import Connection
 from rlplane.storage.sums import RowChecks
 from rlplane.transfer_stats import TransferStats
 
@@ -321,11 +323,13 @@ class PlaneClient(DataPlaneClient):
                 else:
                     thrown, error = error, None
                     step = call.throw(thrown)
+                link.connection.unseen.clear()
                 result = perform(link, step)
             except StopIteration as end:
                 returned: T = end.value
                 return returned
             except BaseException as raised:
+                _give_back_unseen(link.connection)
                 if inspect.getgeneratorstate(call) == inspect.GEN_CLOSED:
                     raise  # the call itself has ended with it
                 # Of a step, or an interrupt between two: the call decides what has to be undone.
@@ -415,3 +419,15 @@ def _in_event_loop() -> bool:
         return False
     # A notebook's cell runs in a loop of the kernel's, and is expected to hold it up.
     return "ipykernel" not in sys.modules
+
+
+def _give_back_unseen(connection: Connection) -> None:
+    """A call ends, or was interrupted, that may not know what the last answer has given it. What it does
+    know is given back a second time, which changes nothing."""
+    lease, place = connection.unseen.lease, connection.unseen.place
+    connection.unseen.clear()
+    if lease is not None:
+        connection.release(lease)
+    if place is not None:
+        with contextlib.suppress(DataPlaneError):
+            connection.exchange(wire.Unreserve(place))

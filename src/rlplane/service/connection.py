@@ -26,6 +26,7 @@ from rlplane.service import protocol as wire
 from rlplane.service.framing import LONGEST, Inbox, message
 from rlplane.service.lifeline import Lifeline
 from rlplane.service.sockets import MAX_MESSAGE, connect
+from rlplane.service.unseen import Unseen
 
 __all__ = ["Connection", "RefusedError", "SocketConnection", "encoded"]
 
@@ -43,6 +44,7 @@ class Connection(Protocol):
     client: int
     closed: bool
     life: int  # counts how often a service was told of the leases anew
+    unseen: Unseen
 
     def exchange(self, request: wire.Request, *, waits_s: float = 0.0) -> wire.Answer:
         """Send a request and return its answer, a failure among them.
@@ -99,6 +101,7 @@ class SocketConnection:
         self._reconnecting = threading.Lock()
         self._read: deque[int] = deque()  # requests whose answers the service may forget
         self._leases: dict[int, list[int]] = {}
+        self.unseen = Unseen()
         # A service that dies may not have heard of these; after its restart it is told again.
         self._abandoned: deque[int] = deque(maxlen=_ABANDONED_REMEMBERED)
         self._numbers = itertools.count(1)
@@ -124,6 +127,7 @@ class SocketConnection:
                 try:
                     answer = self._attempt(number, request, waits_s)
                     if self.has_lease(answer, life):
+                        self.unseen.note(answer)
                         if type(request) in wire.CHANGES:
                             self._read.append(number)
                         return answer

@@ -25,6 +25,7 @@ from rlplane.service.connection import encoded
 from rlplane.service.core import ControlService
 from rlplane.service.long_answers import CopiedAnswer, is_long_answer
 from rlplane.service.stall import LookAhead, look_ahead
+from rlplane.service.unseen import Unseen
 from rlplane.storage.places import StorageHost
 
 Listener: TypeAlias = Callable[[int, bytes | CopiedAnswer | None], None]
@@ -272,6 +273,7 @@ class InProcessConnection:
         self._service = service
         self._numbers = itertools.count(1)
         self.life = 0
+        self.unseen = Unseen()
         self.client = service.connect()
         self.closed = False
 
@@ -283,6 +285,7 @@ class InProcessConnection:
         envelope = wire.envelope_decoder.decode(encoded(wire.Envelope(request)))
         # A channel of its own for every request: nothing is ever undone but by its own number.
         answer = self._service.exchange(PendingRequest(self.client, number, number), envelope)
+        self.unseen.note(answer)
         if isinstance(answer, wire.Failure):
             self._check_open("the client was closed while the call was waiting")
         return answer
