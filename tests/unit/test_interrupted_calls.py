@@ -52,3 +52,10 @@ def test_a_put_that_is_interrupted_keeps_no_room(plane: Any, monkeypatch: pytest
         plane.put_samples(["c", "d"], "p", large)
     assert plane.service_status()["reserved"] <= before
     assert sorted(plane.list_sample_ids("p")) == ["a", "b"]
+
+
+def test_a_claim_that_is_interrupted_has_claimed_nothing(plane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_after(plane, wire.Claimed, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        plane.claim_meta("p", "t", ["x"], 2)
+    assert plane.claim_meta("p", "t", ["x"], 2, timeout_s=5.0).sample_ids == ["a", "b"]

@@ -316,6 +316,7 @@ class PlaneClient(DataPlaneClient):
         perform = self._perform if open_account() is None else self._perform_timed
         result: Any = None
         error: BaseException | None = None
+        link.connection.unseen.clear()
         while True:
             try:
                 if error is None:
@@ -323,13 +324,13 @@ class PlaneClient(DataPlaneClient):
                 else:
                     thrown, error = error, None
                     step = call.throw(thrown)
-                link.connection.unseen.clear()
                 result = perform(link, step)
             except StopIteration as end:
                 returned: T = end.value
                 return returned
             except BaseException as raised:
-                _give_back_unseen(link.connection)
+                if not isinstance(raised, DataPlaneError):
+                    _give_back_unseen(link.connection)
                 if inspect.getgeneratorstate(call) == inspect.GEN_CLOSED:
                     raise  # the call itself has ended with it
                 # Of a step, or an interrupt between two: the call decides what has to be undone.
@@ -422,12 +423,11 @@ def _in_event_loop() -> bool:
 
 
 def _give_back_unseen(connection: Connection) -> None:
-    """A call ends, or was interrupted, that may not know what the last answer has given it. What it does
-    know is given back a second time, which changes nothing."""
-    lease, place = connection.unseen.lease, connection.unseen.place
-    connection.unseen.clear()
-    if lease is not None:
+    """A call was interrupted that may not know what it has been given. What it does know is given back a
+    second time, which changes nothing."""
+    unseen = connection.unseen
+    if unseen.number is not None:
+        connection.abandon(unseen.number)
+    for lease in unseen.leases:
         connection.release(lease)
-    if place is not None:
-        with contextlib.suppress(DataPlaneError):
-            connection.exchange(wire.Unreserve(place))
+    unseen.clear()

@@ -60,6 +60,9 @@ class Connection(Protocol):
     def release(self, lease: int) -> None:
         """Give a lease back. Called by finalizers, from any thread: it does not block."""
 
+    def abandon(self, number: int) -> None:
+        """Whoever made this request does not want what it was given."""
+
     def close(self) -> None:
         """Say goodbye and close; a call that waits in another thread ends with an error."""
 
@@ -120,14 +123,15 @@ class SocketConnection:
     def exchange(self, request: wire.Request, *, waits_s: float = 0.0) -> wire.Answer:
         """See :class:`Connection`. If the service goes away meanwhile and comes back, the request is repeated
         under its number: what was done once is not done twice."""
-        number = next(self._numbers)
+        number = self.unseen.number = next(self._numbers)
         try:
             while True:
                 life = self.life
                 try:
                     answer = self._attempt(number, request, waits_s)
                     if self.has_lease(answer, life):
-                        self.unseen.note(answer)
+                        if isinstance(answer, wire.Located):
+                            self.unseen.leases.append(answer.lease)
                         if type(request) in wire.CHANGES:
                             self._read.append(number)
                         return answer
@@ -137,9 +141,13 @@ class SocketConnection:
                     self._reconnect()
         except BaseException:
             # Ctrl-C, or a service that does not answer: what it grants later must not be lost unseen.
-            self._abandoned.append(number)
-            self._tell(lambda lifeline: lifeline.abandon(number))
+            self.abandon(number)
             raise
+
+    def abandon(self, number: int) -> None:
+        """See :class:`Connection`."""
+        self._abandoned.append(number)
+        self._tell(lambda lifeline: lifeline.abandon(number))
 
     def has_lease(self, answer: wire.Answer, life: int) -> bool:
         """Note the lease that comes with an answer, as :meth:`hold` does."""

@@ -78,13 +78,17 @@ class LocalService:
             while answer.long is not None and not self.copy_some(answer.long):
                 time.sleep(_LET_OTHERS_S)
         except BaseException:
-            self._call(lambda: self._service.abandon(request.client, request.number))
-            self.finish_work()
+            self.abandon(request.client, request.number)
             raise
         finally:
             with self._lock:
                 del self._waiting[request]
         return wire.answer_decoder.decode(answer.body) if answer.long is None else answer.long.answer
+
+    def abandon(self, client: int, number: int) -> None:
+        """Undo what a request was given."""
+        self._call(lambda: self._service.abandon(client, number))
+        self.finish_work()
 
     def listen(self, client: int, listener: Listener) -> None:
         """From now on, ``listener(number, body)`` is called with the answers to what this client asks without
@@ -281,14 +285,20 @@ class InProcessConnection:
         """See :class:`~rlplane.service.connection.Connection`."""
         if self.closed:
             raise ClientClosedError("the client was closed")
-        number = next(self._numbers)
+        number = self.unseen.number = next(self._numbers)
         envelope = wire.envelope_decoder.decode(encoded(wire.Envelope(request)))
         # A channel of its own for every request: nothing is ever undone but by its own number.
         answer = self._service.exchange(PendingRequest(self.client, number, number), envelope)
-        self.unseen.note(answer)
         if isinstance(answer, wire.Failure):
             self._check_open("the client was closed while the call was waiting")
+        elif isinstance(answer, wire.Located):
+            self.unseen.leases.append(answer.lease)
         return answer
+
+    def abandon(self, number: int) -> None:
+        """See :class:`~rlplane.service.connection.Connection`."""
+        if not self.closed and not self._service.closed:
+            self._service.abandon(self.client, number)
 
     def next_number(self) -> int:
         """A number for a request that goes over an :class:`InProcessChannel`."""
