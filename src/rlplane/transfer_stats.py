@@ -125,12 +125,12 @@ class TransferStats:
         with self._lock:
             if self._window[1] is not None:
                 self._window = (self._window[0], None)
-            kept = len(self.data[_SERIES[0]])
-            if kept < self.max_samples:
-                for key, value in zip(_SERIES, row, strict=True):
-                    self.data[key].append(value)
-                return
             series = [self.data[key] for key in _SERIES]
+            kept = len(series[-1])  # an interrupt may have left the others one longer
+            if kept < self.max_samples:
+                for values, value in zip(series, row, strict=True):
+                    values[kept:] = [value]
+                return
             # Algorithm R: every transfer so far is equally likely to be in the lists.
             self._extra_transfers += 1
             slot = int(random.random() * (kept + self._extra_transfers))

@@ -289,3 +289,13 @@ def test_a_bound_below_one_is_refused() -> None:
 def test_importing_it_loads_no_torch() -> None:
     code = "import sys, rlplane.transfer_stats; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("max_samples", [2, 100])
+def test_a_record_that_was_interrupted_spoils_no_later_one(max_samples: int) -> None:
+    stats = filled([record()] * 2 if max_samples == 100 else [record()], max_samples=max_samples)
+    stats.data["transfer_duration"].append(9.0)  # and Ctrl-C before the others
+    for _ in range(200):
+        stats.record_transfer(record())
+    lengths = {len(stats.data[key]) for key in list(stats.data)[:4]}
+    assert lengths == {max_samples} and 9.0 not in stats.data["transfer_duration"]
