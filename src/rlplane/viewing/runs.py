@@ -43,14 +43,13 @@ def finished_runs() -> list[FinishedRun]:
 
 def read_finished(name: str) -> MetricsSnapshot | None:
     """The final snapshot of a run of :func:`finished_runs`, by its name there or by its run id."""
-    for run in finished_runs():
+    # One that is called so comes before a newer one that only says so of itself.
+    for run in sorted(finished_runs(), key=lambda run: run.run_id != name):
         try:
-            if run.run_id == name:
-                return read_run(run.directory)
             snapshot = read_run(run.directory)
         except ConfigError:
             continue
-        if snapshot.run_id == name:
+        if name in (run.run_id, snapshot.run_id):
             return snapshot
     return None
 

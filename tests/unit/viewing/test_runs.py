@@ -44,6 +44,10 @@ def test_a_finished_run_is_read_by_the_name_of_its_directory_or_by_its_id(places
         found = read_finished(name)
         assert found is not None and found.run_id == "the-id"
     assert read_finished("nobody") is None
+    leave_run(places / "runs" / "newer", "2026-01-01")
+    os.utime(places / "runs" / "2026-01-01" / "final_snapshot.json", (1, 1))
+    found = read_finished("2026-01-01")
+    assert found is not None and found.run_id == "the-id"
 
 
 def test_figures_are_rates_and_shares_so_that_lengths_do_not_matter() -> None:
