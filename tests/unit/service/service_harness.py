@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,14 @@ class JournaledPlane:
 def layout_of(nbytes: int, rows: int) -> Layout:
     """A dense column that fills ``nbytes``."""
     return Layout("dense", "torch.uint8", (nbytes // rows,), rows, nbytes)
+
+
+def finish(desk: Desk, at_once: int = sys.maxsize) -> int:
+    """Work off what was begun, of which no slice removes more than ``at_once``; return in how many slices."""
+    slices = 0
+    while desk.service.has_work:
+        before = desk.service.state.live
+        desk.service.go_on()
+        slices += 1
+        assert before - desk.service.state.live <= at_once
+    return slices

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane
+from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, finish
 
 from rlplane.control import cursors
 from rlplane.control.rules import PartitionSpec
@@ -40,14 +40,6 @@ def new_desk(**spec: Any) -> Desk:
 def claim(desk: Desk, size: int, order: str | None = None, *, client: int = 1, **more: Any) -> PendingRequest:
     more = {"blocking": True, "timeout_s": FOREVER} | more
     return desk.post(client, wire.ClaimRequest("p", "t", ["x"], size, **more, order=order))
-
-
-def finish(desk: Desk) -> int:
-    slices = 0
-    while desk.service.has_work:
-        desk.service.go_on()
-        slices += 1
-    return slices
 
 
 @pytest.mark.parametrize("group_size", [None, 2])

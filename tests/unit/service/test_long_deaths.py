@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane
+from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, finish
 
 from rlplane.control import leaving
 from rlplane.control.policies import FlowPolicy
@@ -30,14 +30,6 @@ def desk_with(ids: list[str], **spec: Any) -> Desk:
     desk.register(**spec)
     desk.put(0, ids, tags=[{"weight_version": 0}] * len(ids))
     return desk
-
-
-def finish(desk: Desk) -> int:
-    slices = 0
-    while desk.service.has_work:
-        desk.service.go_on()
-        slices += 1
-    return slices
 
 
 @pytest.mark.parametrize("died", [True, False])

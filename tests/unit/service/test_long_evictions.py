@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane
+from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, finish
 
 from rlplane.control import advancing, partition
 from rlplane.control.loading import pieces_of
@@ -49,16 +49,6 @@ def flow_of(desk: Desk) -> dict[str, Any]:
     return flow
 
 
-def finish(desk: Desk) -> int:
-    slices = 0
-    while desk.service.has_work:
-        before = desk.service.state.live
-        desk.service.go_on()
-        slices += 1
-        assert before - desk.service.state.live <= AT_ONCE
-    return slices
-
-
 def test_a_version_counts_when_all_that_it_makes_too_old_is_gone() -> None:
     desk = desk_with(IDS)
     put(desk, ["new"], 5)
@@ -66,7 +56,7 @@ def test_a_version_counts_when_all_that_it_makes_too_old_is_gone() -> None:
     assert len(live(desk)) == len(IDS) + 1 - AT_ONCE and flow_of(desk)["version"] == 0
     assert desk.claimed(1, 2) == IDS[AT_ONCE : AT_ONCE + 2]  # the version does not count yet
     assert request not in desk.answers
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[request] == wire.Done() and flow_of(desk)["version"] == 5
     assert sorted(live(desk)) == ["new", *IDS[AT_ONCE : AT_ONCE + 2]]  # what is being trained stays
     assert desk.claimed(1, len(IDS)) == ["new"]
@@ -88,7 +78,7 @@ def test_what_comes_meanwhile_and_is_too_old_goes_too() -> None:
     put(desk, ["late", "later"])
     desk.service.go_on()
     desk.ask(1, wire.Unclaim("p", "t", desk.claimed(1, 2)))
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[request] == wire.Done() and not live(desk) and desk.used == 0
     put(desk, ["too late"])
     assert not live(desk)
@@ -97,7 +87,7 @@ def test_what_comes_meanwhile_and_is_too_old_goes_too() -> None:
 def test_two_versions_at_once_end_with_the_higher() -> None:
     desk = desk_with(IDS)
     requests = [desk.post(client, wire.Advance("p", version)) for client, version in ((0, 9), (1, 5))]
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert all(desk.answers[request] == wire.Done() for request in requests)
     assert flow_of(desk)["version"] == 9
     assert isinstance(desk.ask(0, wire.Advance("p", 8)), wire.Failure)
@@ -110,7 +100,7 @@ def test_who_waits_for_room_gets_it_slice_by_slice() -> None:
     assert waiting not in desk.answers
     desk.post(0, wire.Advance("p", 5))
     assert isinstance(desk.answers[waiting], wire.Done) and desk.service.has_work
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert live(desk) == ["a", "b"] and desk.service.state.live == 2
 
 
@@ -143,7 +133,7 @@ def test_a_version_that_nobody_waits_for_counts_in_the_end(how: str) -> None:
         desk.abandon(request)
     else:
         desk.service.disconnect(1, died=True)
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert not live(desk) and flow_of(desk)["version"] == 5
 
 
@@ -152,7 +142,7 @@ def test_a_registration_with_a_tighter_bound_evicts_in_slices() -> None:
     desk.ask(0, wire.Advance("p", 5))
     request = desk.post(0, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"], flow=FLOW)))
     assert request not in desk.answers and live(desk)
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[request] == wire.Done() and not live(desk)
 
 
@@ -162,10 +152,10 @@ def test_a_registration_looks_up_versions_in_slices(tag: str) -> None:
     flow = FlowPolicy.windowed(1, training_task="t", version_tag=tag)
     request = desk.post(0, wire.Register(PartitionSpec.checked("p", ["x"], 0, ["t"], flow=flow)))
     assert request not in desk.answers
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[request] == wire.Done() and live(desk) == IDS
     desk.post(0, wire.Advance("p", 5))
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert live(desk) == ([] if tag == "weight_version" else IDS)
 
 

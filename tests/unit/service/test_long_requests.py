@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.unit.control.whole_state import dump_state
-from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, layout_of
+from tests.unit.service.service_harness import FOREVER, Desk, JournaledPlane, finish, layout_of
 
 from rlplane.control import clearing, loading, marking, staging, unclaiming
 from rlplane.control.fields import FieldIndex
@@ -51,17 +51,6 @@ def live(desk: Desk) -> list[str]:
     return list(desk.service.state.partition("p").rows)
 
 
-def finish(desk: Desk) -> int:
-    """Work off what was begun; return in how many slices."""
-    slices = 0
-    while desk.service.has_work:
-        before = desk.service.state.live
-        desk.service.go_on()
-        slices += 1
-        assert before - desk.service.state.live <= AT_ONCE
-    return slices
-
-
 @pytest.mark.parametrize("ids", [IDS, None])
 def test_a_long_clear_takes_slices_and_is_answered_when_all_are_gone(
     desk: Desk, ids: list[str] | None
@@ -69,7 +58,7 @@ def test_a_long_clear_takes_slices_and_is_answered_when_all_are_gone(
     request = desk.post(1, wire.Clear("p", ids))
     assert live(desk) == IDS[AT_ONCE:] and request not in desk.answers
     desk.put(1, ["new"])  # not one of those that were there when it was asked for
-    assert finish(desk) == 9
+    assert finish(desk, AT_ONCE) == 9
     assert desk.answers[request] == wire.Done(len(IDS))
     assert live(desk) == ["new"] and desk.used == PAGE
 
@@ -82,7 +71,7 @@ def test_others_are_served_between_the_slices(desk: Desk) -> None:
     desk.put(0, ["late"])
     another = desk.post(0, wire.Clear("p", [*IDS[5 : 2 * AT_ONCE], "late", *IDS[-AT_ONCE:]]))
     assert long not in desk.answers and another not in desk.answers
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[long].value + desk.answers[another].value == len(IDS) - 5 + 1
     assert waiting not in desk.answers and live(desk) == IDS[2:5]
 
@@ -92,7 +81,7 @@ def test_what_waits_for_room_gets_it_while_a_clear_is_under_way(desk: Desk) -> N
     assert waiting not in desk.answers
     request = desk.post(1, wire.Clear("p", IDS))
     assert isinstance(desk.answers[waiting], wire.Reserved) and request not in desk.answers
-    finish(desk)
+    finish(desk, AT_ONCE)
 
 
 def test_a_partition_that_is_dropped_is_unknown_at_once_and_freed_in_slices(desk: Desk) -> None:
@@ -106,14 +95,14 @@ def test_a_partition_that_is_dropped_is_unknown_at_once_and_freed_in_slices(desk
     desk.put(0, IDS[-2:])
     _, frozen = desk.freeze(0)
     assert len(frozen.blocks) == 1  # what is left of the old one is in no checkpoint
-    assert finish(desk) == 9
+    assert finish(desk, AT_ONCE) == 9
     assert desk.answers[request] == wire.Done(len(IDS))
     assert live(desk) == IDS[-2:] and desk.service.state.live == 2
 
 
 def test_a_partition_can_be_dropped_in_the_middle_of_a_clear(desk: Desk) -> None:
     first, second = desk.post(1, wire.Clear("p", IDS)), desk.post(0, wire.DropPartition("p"))
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.answers[first].value + desk.answers[second].value == len(IDS)
     assert desk.service.state.live == 0 and desk.used == 0
 
@@ -122,7 +111,7 @@ def test_a_partition_can_be_dropped_in_the_middle_of_a_clear(desk: Desk) -> None
 def test_what_a_client_has_begun_is_done_although_it_goes(desk: Desk, died: bool) -> None:
     desk.post(1, wire.Clear("p", IDS))
     desk.service.disconnect(1, died=died)
-    finish(desk)
+    finish(desk, AT_ONCE)
     assert desk.service.state.live == 0 and desk.used == 0
 
 
@@ -197,7 +186,7 @@ def test_samples_that_are_replaced_by_a_load_go_in_slices(desk: Desk) -> None:
     assert request not in desk.answers and desk.service.state.partitions == {}
     desk.register()
     desk.put(0, IDS[:2])
-    assert finish(desk) == 9
+    assert finish(desk, AT_ONCE) == 9
     assert desk.answers[request] == wire.Done(len(IDS))
     assert desk.service.state.live == 2 and desk.used == PAGE
 
@@ -228,7 +217,7 @@ def test_samples_that_were_lost_with_a_storage_unit_are_found_in_slices(
     desk.ask(0, wire.Clear("p", IDS[:AT_ONCE]))  # some that are lost may be gone when they are found
     assert desk.answers.keys().isdisjoint({first, second})
     kept = [sample_id for sample_id in IDS[AT_ONCE:] if places[sample_id] % 4 != 1]
-    assert finish(desk) >= 2 * len(IDS) // AT_ONCE - 2 and max(looked_at) <= AT_ONCE
+    assert finish(desk, AT_ONCE) >= 2 * len(IDS) // AT_ONCE - 2 and max(looked_at) <= AT_ONCE
     assert desk.answers[first] == desk.answers[second] == wire.Done(len(IDS) - AT_ONCE - len(kept))
     assert live(desk) == kept
     assert desk.ask(0, wire.Lost(Loss((1,), 4))) == wire.Done()
