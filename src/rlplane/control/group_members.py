@@ -23,7 +23,7 @@ class GroupMembers:
         self.clocks: dict[str, float | None] = {}  # when the first member of a group was finished
         self._members: dict[str, list[int]] = {}
         self._staged = 0  # how many of these are not live yet
-        self.beginnings = 0
+        self.beginnings = 0  # how often all of this was begun anew, by a registration
 
     def of(self, name: str) -> list[int]:
         """The rows of a group, not to be changed."""
