@@ -6,6 +6,7 @@ same on every engine.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # without the enums of signal, which take ten times as long
 import asyncio
 import contextlib
 import itertools
@@ -218,14 +219,14 @@ class _Uninterrupted:
         self._came: list[tuple[int, FrameType | None]] = []
         self._handler = None
         if threading.get_ident() == threading.main_thread().ident:  # others are never interrupted
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, lambda number, frame: self._came.append((number, frame)))
+                _signal.signal(signal.SIGINT, lambda number, frame: self._came.append((number, frame)))
 
     def __exit__(self, *error: object) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(signal.SIGINT, self._handler)
             if self._came:
                 self._handler(*self._came[0])
 
